@@ -20,13 +20,19 @@
 // A chain may have branches: successive calls that run beside the calls ahead of them, the window.
 // Flags (CallFlag) mark the first call of the window, the calls of the branch, and the call after
 // the branch. Calls of the branch and of the window share no memory that one of them writes. A
-// platform that runs calls beside each other implements ChainBranches. On other platforms, flags
-// have no effect, and calls run in order.
+// platform that runs calls beside each other implements ChainBranches. On other platforms, these
+// flags have no effect, and calls run in order.
+//
+// A call may leave its work to the next one, whose kernel then does both. For example, each block
+// of a linear layer computes the norm of its input. The call has kDeferFlag, and the handlers of
+// the two calls pass the work on in RunningChain::work.
 #pragma once
 
 #include <algorithm>
+#include <any>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -50,12 +56,15 @@ struct ByteRange {
 // The calls that this thread runs as a chain, as far as kernels that overlap may know them. Outside
 // of a chain there is nothing to know.
 struct RunningChain {
-  const XLA_FFI_CallFrame* frame = nullptr;  // of the chain
-  bool is_first = true;                      // whether its first call runs
+  const XLA_FFI_CallFrame* frame = nullptr;         // of the chain
+  const std::vector<ByteRange>* earlier = nullptr;  // what the calls before this one write
+  bool is_first = true;                             // whether the first call of the chain runs
   // What the preceding call on the same stream has written, if its kernels let the next one start
   // only after they have waited. Otherwise nothing is known, and this is empty.
   std::vector<ByteRange> preceding;
   bool starts_next = false;  // whether a kernel of this call lets the next one start before
+  bool defers = false;       // whether this call leaves its work to the next one
+  std::any work;             // what a call has left to the next one
 
   // Whether the kernel before this call belongs to the chain. A call that begins a branch at the
   // start of the chain has no such kernel. But its first kernel starts when all others have ended,
@@ -65,38 +74,52 @@ struct RunningChain {
   // Whether a kernel of this call may let the next kernel start before it has waited itself.
   bool StartsNext() { return starts_next = Follows(); }
 
+  // Takes the work that the preceding call has left, if it is of this type.
+  template <typename Work>
+  std::optional<Work> TakeWork() {
+    const Work* left = std::any_cast<Work>(&work);
+    if (left == nullptr) return std::nullopt;
+    const Work taken = *left;
+    work.reset();
+    return taken;
+  }
+
   // Whether an operand of this call was written before the preceding kernel started: that kernel
-  // belongs to the chain, and no call of the chain writes the operand. A kernel may read it before
-  // it waits.
-  bool IsOlder(const void* operand) const {
-    if (!Follows()) return false;
+  // belongs to the chain, the operand is one of the chain, and no call before this one writes it. A
+  // kernel may read it before it waits.
+  bool IsOlder(const ByteRange& operand) const {
     const auto has = [&](void* const* buffers, int64_t count) {
       return std::any_of(buffers, buffers + count, [&](const void* buffer) {
-        return static_cast<const XLA_FFI_Buffer*>(buffer)->data == operand;
+        return static_cast<const XLA_FFI_Buffer*>(buffer)->data == operand.begin;
       });
     };
-    return has(frame->args.args, frame->args.size) && !has(frame->rets.rets, frame->rets.size);
+    if (!Follows() || !has(frame->args.args, frame->args.size)) return false;
+    // Only a result that takes the memory of the operand can change it.
+    return !has(frame->rets.rets, frame->rets.size) || !Overlap(*earlier, operand);
   }
 
   // Whether an operand of this call was written before the preceding kernel started, because the
   // preceding call has written `result`, and not the operand. Both have at least one byte. All
   // kernels ahead of that call have then ended when a kernel of this one starts.
   bool IsOlderThan(const ByteRange& result, const ByteRange& operand) const {
-    const auto wrote = [this](const ByteRange& bytes) {
-      return std::any_of(preceding.begin(), preceding.end(), [&](const ByteRange& written) {
-        return written.begin < bytes.end && bytes.begin < written.end;
-      });
-    };
-    return wrote(result) && !wrote(operand);
+    return Overlap(preceding, result) && !Overlap(preceding, operand);
+  }
+
+ private:
+  static bool Overlap(const std::vector<ByteRange>& ranges, const ByteRange& bytes) {
+    return std::any_of(ranges.begin(), ranges.end(), [&](const ByteRange& range) {
+      return range.begin < bytes.end && bytes.begin < range.end;
+    });
   }
 };
 inline thread_local RunningChain running_chain;
 
-// What a call has to do with branches.
+// What a call has to do with branches, and with the next call.
 enum CallFlag : int64_t {
   kForkFlag = 1,    // a branch may start when all calls before this one have ended
   kBranchFlag = 2,  // this call belongs to the branch
   kJoinFlag = 4,    // this call waits until the branch has ended
+  kDeferFlag = 8,   // this call may leave its work to the next one, which has no other flags
 };
 
 // How a platform runs branches. For each branch, CallChain calls Fork, Begin and Join, in this
@@ -161,6 +184,9 @@ class CallChain {
 
   XLA_FFI_Error* RunCalls() {
     const XLA_FFI_Attrs& attrs = frame_.attrs;
+    RunningChain next;
+    next.frame = &frame_;
+    next.earlier = &earlier_;
     if (attrs.size % 3 != 0) return Invalid("expected three attributes for each call");
     for (int64_t i = 0; i < attrs.size; i += 3) {  // the names are sorted
       if (attrs.types[i] != XLA_FFI_AttrType_DICTIONARY ||
@@ -171,14 +197,27 @@ class CallChain {
       const auto* own = static_cast<const XLA_FFI_Attrs*>(attrs.attrs[i]);
       const auto* buffers = static_cast<const XLA_FFI_Array*>(attrs.attrs[i + 1]);
       const auto* target = static_cast<const XLA_FFI_ByteSpan*>(attrs.attrs[i + 2]);
-      running_chain = {&frame_, i == 0, std::move(written_)};
-      written_.clear();
+      running_chain = next;
       XLA_FFI_Error* error = RunCall({target->ptr, target->len}, *own, *buffers);
-      if (running_chain.starts_next) written_.clear();
-      running_chain = {};
+      const RunningChain ran = std::exchange(running_chain, {});
       if (error != nullptr) return error;
+      if (ran.work.has_value() && !ran.defers) {
+        return Invalid(std::string(target->ptr, target->len) +
+                       " does not do the work that is left to it");
+      }
+      if (ran.work.has_value()) {  // nothing ran: what precedes this call precedes the next one
+        next.is_first = ran.is_first;
+        next.preceding = ran.preceding;
+        next.work = ran.work;
+        continue;
+      }
+      next.is_first = false;
+      next.preceding = ran.starts_next ? std::vector<ByteRange>() : written_;
+      next.work.reset();
+      earlier_.insert(earlier_.end(), written_.begin(), written_.end());
+      written_.clear();
     }
-    return nullptr;
+    return next.work.has_value() ? Invalid("no call does the work of the last one") : nullptr;
   }
 
   // Does what the flags of the next call ask for.
@@ -235,6 +274,7 @@ class CallChain {
         running_chain.preceding.clear();  // it may have run on another stream
       }
     }
+    running_chain.defers = (flags & kDeferFlag) != 0;
     for (int64_t i = num_operands; i < num_operands + num_results; ++i) {
       const auto* data = static_cast<const char*>(buffers[i].data);
       written_.push_back({data, data + BytesOf(buffers[i])});
@@ -314,7 +354,8 @@ class CallChain {
   const std::vector<NamedHandler>& handlers_;
   ChainBranches* const branches_;
   Place place_ = Place::kOutside;
-  std::vector<ByteRange> written_;  // by the call that has run last
+  std::vector<ByteRange> earlier_;  // written by all calls before these
+  std::vector<ByteRange> written_;  // by the last call, and by those that left their work to it
 };
 
 // The body of a handler that runs a chain. XLA asks a handler for its metadata, such as whether a

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -69,6 +70,17 @@ ffi::Error ReadVisibility(float scale, int32_t window, int32_t chunk, AttentionC
   return ffi::Error::Success();
 }
 
+// Checks heads that the preceding call has left to the call that reads them.
+ffi::Error CheckInputHeads(const InputHeads& heads, const AttentionBuffers& buffers) {
+  const HeadsBuffers& own = heads.buffers;
+  if (own.q == buffers.q && own.keys == buffers.k && own.values == buffers.v &&
+      own.positions == buffers.positions) {
+    return ffi::Error::Success();
+  }
+  return Expected("q, k, v and positions", "those of the heads that are left to this call",
+                  "other operands");
+}
+
 ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> y,
                      ffi::Result<ffi::AnyBuffer> workspace, float scale, int32_t window,
@@ -78,10 +90,15 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
       CheckAttention(q, k, v, positions, sinks, *y, q.element_type(), &call.shape, &call.type));
   NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
-  call.positions_are_older = running_chain.IsOlder(positions.untyped_data());
-  const AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  v.untyped_data(),
-                                    Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
-                                    workspace->untyped_data()};
+  call.positions_are_older = running_chain.IsOlder(RangeOf(positions));
+  AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  v.untyped_data(),
+                              Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
+                              workspace->untyped_data()};
+  const std::optional<InputHeads> heads = running_chain.TakeWork<InputHeads>();
+  if (heads) {
+    NVFP4_RETURN_IF_ERROR(CheckInputHeads(*heads, buffers));
+    buffers.heads = &*heads;
+  }
   return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_cuda");
 }
 
@@ -96,7 +113,7 @@ ffi::Error AttentionFp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
   NVFP4_RETURN_IF_ERROR(CheckHeadScales(k_scale, v_scale, call.shape.m, kAlignment));
   NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
-  call.positions_are_older = running_chain.IsOlder(positions.untyped_data());
+  call.positions_are_older = running_chain.IsOlder(RangeOf(positions));
   const AttentionBuffers buffers = {
       q.untyped_data(),          k.untyped_data(),     v.untyped_data(),
       Data<int32_t>(positions),  DataOrNull(sinks),    y->untyped_data(),
@@ -331,7 +348,6 @@ struct HeadsOptions {
 
 HeadsCall StartHeads(const HeadsOptions& options) {
   HeadsCall call = {};
-  call.starts_next = running_chain.StartsNext();
   call.gated = options.gated;
   call.eps = options.eps;
   call.rotation_scale = options.rotation_scale;
@@ -350,6 +366,15 @@ HeadsBuffers BuffersOf(const HeadsOperands& o) {
           o.new_keys.untyped_data(),    o.new_values.untyped_data()};
 }
 
+// Whether all operands but the qkv are older than the preceding kernel.
+bool AreOlder(const HeadsOperands& o) {
+  const ffi::AnyBuffer others[] = {o.positions, o.keys,     o.values,
+                                   o.q_weight,  o.k_weight, o.frequencies};
+  return std::all_of(std::begin(others), std::end(others), [](const ffi::AnyBuffer& operand) {
+    return operand.element_count() == 0 || running_chain.IsOlder(RangeOf(operand));
+  });
+}
+
 ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
                         ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
                         ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
@@ -361,6 +386,12 @@ ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer 
                                   k_weight, frequencies, *q,   *new_keys, *new_values};
   NVFP4_RETURN_IF_ERROR(ReadHeads(operands, qkv.element_type(), &call));
   NVFP4_RETURN_IF_ERROR(PutCacheInPlace(stream, operands));
+  if (running_chain.defers) {
+    call.starts_next = running_chain.Follows();  // as in AddRmsNorm of cuda_mixer_bindings.cc
+    running_chain.work = InputHeads{call, BuffersOf(operands), AreOlder(operands)};
+    return ffi::Error::Success();
+  }
+  call.starts_next = running_chain.StartsNext();
   return FromCuda(LaunchPrepareHeads(stream, call, BuffersOf(operands)),
                   "nvfp4_prepare_heads_cuda");
 }
@@ -379,6 +410,7 @@ ffi::Error PrepareHeadsFp8(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuff
   NVFP4_RETURN_IF_ERROR(ReadHeads(operands, ffi::F8E4M3FN, &call));
   NVFP4_RETURN_IF_ERROR(CheckHeadScales(k_scale, v_scale, call.m, kAlignment));
   NVFP4_RETURN_IF_ERROR(PutCacheInPlace(stream, operands));
+  call.starts_next = running_chain.StartsNext();
   HeadsBuffers buffers = BuffersOf(operands);
   buffers.k_scale = Data<float>(k_scale);
   buffers.v_scale = Data<float>(v_scale);

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -75,11 +76,6 @@ ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
 }
 
 // The memory of an operand.
-ByteRange BytesOf(const ffi::AnyBuffer& buffer) {
-  const auto* data = static_cast<const char*>(buffer.untyped_data());
-  return {data, data + buffer.size_bytes()};
-}
-
 // The handler of an expert layer. It runs the engine kEngine, or the plain kernels for calls that
 // the engine does not support.
 template <EngineKind kEngine>
@@ -114,7 +110,7 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
-  const bool x_is_older = running_chain.IsOlderThan(BytesOf(expert_ids), BytesOf(x));
+  const bool x_is_older = running_chain.IsOlderThan(RangeOf(expert_ids), RangeOf(x));
   const MoECall call = {shape,           options.type, options.activation, options.activation_scale,
                         weight_on_input, kEngine,      x_is_older};
   const MoEBuffers buffers = {
@@ -166,11 +162,12 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   const GroupedGemmShape& shape = call.shape;
   call.engine = kEngine;
   const auto is_older = [](const ffi::AnyBuffer& operand) {
-    return operand.size_bytes() == 0 || running_chain.IsOlder(operand.untyped_data());
+    return operand.size_bytes() == 0 || running_chain.IsOlder(RangeOf(operand));
   };
   call.weight_is_older = is_older(packed) && is_older(block_scale) && is_older(global_scale) &&
                          is_older(bias) && running_chain.Follows();
-  const GroupedGemmBuffers buffers = {
+  call.starts_next = shape.m == 1 && running_chain.StartsNext();
+  GroupedGemmBuffers buffers = {
       x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
       DataOrNull<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
   if constexpr (kEngine == EngineKind::kSm120) {
@@ -190,6 +187,16 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
                                                         ? GroupedGemmW4A16WorkspaceBytes(shape)
                                                         : GroupedGemmWorkspaceBytes(shape)));
+  const std::optional<InputNorm> norm = running_chain.TakeWork<InputNorm>();
+  if (norm) {
+    NVFP4_RETURN_IF_ERROR(CheckInputNorm(*norm, x));
+    if (on_engine) {
+      buffers.norm = &*norm;
+    } else {
+      NVFP4_RETURN_IF_ERROR(
+          FromCuda(LaunchAddRmsNorm(stream, norm->call, norm->buffers), "nvfp4_add_rms_norm_cuda"));
+    }
+  }
   return FromCuda(on_engine ? LaunchGroupedGemmW4A16(stream, call, buffers)
                             : LaunchGroupedGemm(stream, call, buffers),
                   "nvfp4_grouped_gemm");

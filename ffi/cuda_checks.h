@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "call_chain.h"
 #include "checks.h"
 #include "cuda/launch.h"
 #include "xla/ffi/api/ffi.h"
@@ -50,6 +51,18 @@ inline ffi::Error PutInPlace(cudaStream_t stream, std::string_view what, ffi::An
   return FromCuda(cudaMemcpyAsync(result.untyped_data(), operand.untyped_data(),
                                   operand.size_bytes(), cudaMemcpyDeviceToDevice, stream),
                   "cudaMemcpyAsync");
+}
+
+// The addresses of an operand.
+inline ByteRange RangeOf(const ffi::AnyBuffer& buffer) {
+  const auto* data = static_cast<const char*>(buffer.untyped_data());
+  return {data, data + buffer.size_bytes()};
+}
+
+// Checks a norm that the preceding call has left to the call that reads its result as x.
+inline ffi::Error CheckInputNorm(const InputNorm& norm, const ffi::AnyBuffer& x) {
+  if (norm.buffers.y == x.untyped_data()) return ffi::Error::Success();
+  return Expected("x", "the result of the norm that is left to this call", "another operand");
 }
 
 }  // namespace nvfp4

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,7 +25,6 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
                       ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> sum,
                       ffi::Result<ffi::AnyBuffer> y, float eps) {
   NormCall call = {};
-  call.starts_next = running_chain.StartsNext();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &call.weight_type));
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
@@ -46,6 +46,14 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
       {{"x", x}, {"added", added}, {"weight", weight}, {"sum", *sum}, {"y", *y}}, kAlignment));
   const NormBuffers buffers = {x.untyped_data(), DataOrNull<void>(added), weight.untyped_data(),
                                sum->untyped_data(), y->untyped_data()};
+  if (running_chain.defers) {
+    // The kernel that computes this norm waits before it starts the next one. If a kernel of its
+    // own computes it, it need not wait: the one behind it does.
+    call.starts_next = running_chain.Follows();
+    running_chain.work = InputNorm{call, buffers};
+    return ffi::Error::Success();
+  }
+  call.starts_next = running_chain.StartsNext();
   return FromCuda(LaunchAddRmsNorm(stream, call, buffers), "nvfp4_add_rms_norm_cuda");
 }
 
@@ -88,10 +96,14 @@ ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight
     return Expected("weight", "the type of x, or float32 if x is bfloat16",
                     TypeText(weight.element_type()));
   }
-  call.weight_is_older = running_chain.IsOlder(weight.untyped_data());
-  const DenseFewBuffers buffers = {x.untyped_data(),  weight.untyped_data(),
-                                   y->untyped_data(), nullptr,
-                                   nullptr,           DataOrNull<void>(bias)};
+  call.weight_is_older = running_chain.IsOlder(RangeOf(weight));
+  DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(), y->untyped_data(), nullptr,
+                             nullptr,          DataOrNull<void>(bias)};
+  const std::optional<InputNorm> norm = running_chain.TakeWork<InputNorm>();
+  if (norm) {
+    NVFP4_RETURN_IF_ERROR(CheckInputNorm(*norm, x));
+    buffers.norm = &*norm;
+  }
   return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_few_cuda");
 }
 
@@ -119,7 +131,7 @@ ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer wei
     return Expected("row_scale [rows]", "0, 1 or " + std::to_string(call.rows) + " scales",
                     std::to_string(call.row_scales));
   }
-  call.weight_is_older = running_chain.IsOlder(weight.untyped_data());
+  call.weight_is_older = running_chain.IsOlder(RangeOf(weight));
   const DenseFewBuffers buffers = {
       x.untyped_data(),          weight.untyped_data(),        y->untyped_data(),
       Data<float>(weight_scale), DataOrNull<float>(row_scale), DataOrNull<void>(bias)};

@@ -16,6 +16,9 @@
 
 namespace nvfp4 {
 
+struct InputNorm;
+struct InputHeads;
+
 // No known model has more experts. sort_by_expert.cu keeps 16 counters of each expert in shared
 // memory.
 constexpr int64_t kMaxExperts = 1024;
@@ -108,8 +111,9 @@ struct GroupedGemmBuffers {
   ExpertWeights weight;
   // [e]; negative sizes count as 0, and the sum is cut to m. If null, one expert owns all rows.
   const int32_t* group_sizes;
-  void* y;          // [m, n]; rows past the sum become zeros
-  void* workspace;  // GroupedGemmWorkspaceBytes
+  void* y;                          // [m, n]; rows past the sum become zeros
+  void* workspace;                  // GroupedGemmWorkspaceBytes
+  const InputNorm* norm = nullptr;  // computes x; null if x exists. LaunchGroupedGemmW4A16 alone
 };
 
 struct GroupedGemmCall {
@@ -118,6 +122,7 @@ struct GroupedGemmCall {
   ActivationScale activation_scale;
   EngineKind engine;
   bool weight_is_older = false;  // than the preceding kernel (launch_kernel.cuh)
+  bool starts_next = false;      // whether the next kernel may start at once
 
   // Without experts, the output is zeros and no kernel runs.
   bool is_empty() const { return shape.m == 0 || shape.n == 0 || shape.e == 0; }
@@ -220,6 +225,7 @@ struct AttentionBuffers {
   // [m] of positive numbers, by which keys and values in E4M3 are multiplied; null for 16 bits.
   const float* k_scale = nullptr;
   const float* v_scale = nullptr;
+  const InputHeads* heads = nullptr;  // prepare q, k and v; null if these exist. LaunchAttention
 };
 
 // Causal attention. The query at position p sees the keys at 0 to p that exist and that the window
@@ -251,12 +257,13 @@ struct DenseFewCall {
 };
 
 struct DenseFewBuffers {
-  const void* x;              // [rows, k]
-  const void* weight;         // [n, k]
-  void* y;                    // [rows, n]
-  const float* weight_scale;  // [n] or [n, scale_groups]; null without kE4M3
-  const float* row_scale;     // [row_scales]
-  const void* bias;           // [n]; null without one
+  const void* x;                    // [rows, k]
+  const void* weight;               // [n, k]
+  void* y;                          // [rows, n]
+  const float* weight_scale;        // [n] or [n, scale_groups]; null without kE4M3
+  const float* row_scale;           // [row_scales]
+  const void* bias;                 // [n]; null without one
+  const InputNorm* norm = nullptr;  // computes x; null if x exists
 };
 
 // y = x @ weight.T + bias with float32 sums, for few rows. The sums for E4M3 weights are multiplied
@@ -339,6 +346,20 @@ struct NormBuffers {
 // sum = x + added, and y = weight * sum / sqrt(mean(sum^2) + eps) over each row.
 cudaError_t LaunchAddRmsNorm(cudaStream_t stream, const NormCall& call, const NormBuffers& buffers);
 
+// A norm whose y is the input of a kernel that computes the norm, too.
+struct InputNorm {
+  NormCall call;
+  NormBuffers buffers;
+};
+
+// Whether kernels with blocks of 256 threads can compute the norm: it has one row, and at most two
+// pieces of 16 bytes for each thread.
+inline bool FitsInputNorm(const InputNorm& norm) {
+  return norm.call.rows == 1 && norm.call.type != DataType::kF32 && norm.call.h % 8 == 0 &&
+         norm.call.h <= 2 * 256 * 8 &&
+         (norm.call.weight_type == norm.call.type || norm.call.weight_type == DataType::kF32);
+}
+
 // The widest head, and the number of which its width and that of its rotated part are multiples.
 constexpr int64_t kPreparedWidthFactor = 4;
 
@@ -373,6 +394,14 @@ struct HeadsBuffers {
 // it has scales.
 cudaError_t LaunchPrepareHeads(cudaStream_t stream, const HeadsCall& call,
                                const HeadsBuffers& buffers);
+
+// The heads of one new token of each row, which attention prepares itself. It writes new keys and
+// values into the cache, but no queries.
+struct InputHeads {
+  HeadsCall call;  // t is 1
+  HeadsBuffers buffers;
+  bool older;  // whether all that is read but the qkv is older than the preceding kernel
+};
 
 // The largest latents of LaunchPrepareLatents: of queries, and of keys and values. Widths are
 // multiples of kPreparedWidthFactor, and the rotated key has at most kMaxPreparedWidth channels.

@@ -4,9 +4,11 @@
 attributes that this module writes, and runs them.
 """
 
+import collections
 import dataclasses
 import enum
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,11 +53,51 @@ class _Place(enum.IntEnum):
 
 
 class _Flag(enum.IntFlag):
-    """What a call has to do with branches: `CallFlag` in ``ffi/call_chain.h``."""
+    """What a call has to do with branches and with the next call: `CallFlag` in the same file."""
 
     FORK = 1
     BRANCH = 2
     JOIN = 4
+    DEFER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Deferral:
+    """When a call leaves its work to the next one.
+
+    Attributes:
+      targets: FFI targets that the next call may have.
+      operands: index of an operand of the next call -> index of the result that it must be.
+      one: axis of the first of these results that must have length 1.
+      unwritten: index of a result that no kernel writes then; None if all are written.
+    """
+
+    targets: frozenset[str]
+    operands: Mapping[int, int]
+    one: int
+    unwritten: int | None = None
+
+
+# FFI target -> when a call of it leaves its work to the next call. The handlers of both calls in
+# ``ffi/cuda_*_bindings.cc`` pass it on.
+_DEFERRALS = {
+    # Each block of a linear layer computes the norm of its one row.
+    "nvfp4_add_rms_norm_cuda": _Deferral(
+        frozenset(
+            {
+                "nvfp4_dense_few_cuda",
+                "nvfp4_grouped_gemm_w4a16_sm80",
+                "nvfp4_grouped_gemm_w4a16_sm90",
+            }
+        ),
+        {0: 1},
+        one=0,
+    ),
+    # Attention prepares the heads of one new token.
+    "nvfp4_prepare_heads_cuda": _Deferral(
+        frozenset({"nvfp4_attention_cuda"}), {0: 0, 1: 1, 2: 2}, one=1, unwritten=0
+    ),
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -123,7 +165,31 @@ class Branch:
         return self.join - self.fork
 
 
-def find_branches(calls: Sequence[Call]) -> list[Branch]:
+def find_deferred(calls: Sequence[Call], wanted: Sequence[Value]) -> frozenset[int]:
+    """Find the calls of a chain that leave their work to the next call.
+
+    Args:
+      calls: the calls in their order.
+      wanted: results that are read after the chain.
+
+    Returns:
+      Their indices.
+    """
+    deferred, readers = set(), collections.Counter(wanted)
+    readers.update(value for call in calls for value in {value for value, _ in call.operands})
+    for index, (call, following) in enumerate(itertools.pairwise(calls)):
+        rule = _DEFERRALS.get(call.target)
+        if rule is None or following.target not in rule.targets:
+            continue
+        read = [following.operands[operand][0] for operand in rule.operands]
+        written = [call.results[result] for result in rule.operands.values()]
+        is_private = rule.unwritten is None or readers[call.results[rule.unwritten]] == 1
+        if read == written and written[0].shape[rule.one] == 1 and is_private:
+            deferred.add(index)
+    return frozenset(deferred)
+
+
+def find_branches(calls: Sequence[Call], deferred: frozenset[int] = frozenset()) -> list[Branch]:
     """Find the calls of a chain that may run beside others.
 
     Shared experts are the first example. They read the result of a norm, as the router does, and
@@ -135,6 +201,8 @@ def find_branches(calls: Sequence[Call]) -> list[Branch]:
 
     Args:
       calls: the calls in their order.
+      deferred: indices of calls that leave their work to the next one. No branch or window begins
+        or ends between the two.
 
     Returns:
       Branches that do not overlap, in their order. Together they save the largest number of calls,
@@ -146,7 +214,7 @@ def find_branches(calls: Sequence[Call]) -> list[Branch]:
     best: list[tuple[tuple[int, int], tuple[Branch, ...]]] = [((0, 0), ())]
     for join in range(1, len(calls)):
         most, chosen = best[-1]
-        for branch in _branches_before(join, calls, reads):
+        for branch in _branches_before(join, calls, reads, deferred):
             (saving, size), others = best[branch.fork]
             found = saving + branch.saving, size + branch.size
             if found > most:
@@ -155,14 +223,17 @@ def find_branches(calls: Sequence[Call]) -> list[Branch]:
     return list(best[-1][1])
 
 
-def _branches_before(join, calls, reads):
+def _branches_before(join, calls, reads, deferred):
     """Yield all branches that end before call `join`, with their longest windows.
 
     Args:
       join: index of a call.
       calls: the calls.
       reads: for each call, the indices of the calls whose results it reads.
+      deferred: as in `find_branches`.
     """
+    if join - 1 in deferred:
+        return
     outside: list[int] = []  # what the branch reads, as a heap of negative indices
     for begin in range(join - 1, 1, -1):
         if calls[begin].aliases:
@@ -173,7 +244,10 @@ def _branches_before(join, calls, reads):
             heapq.heappop(outside)
         fork = 1 - outside[0] if outside else 0
         aliases = (i + 1 for i in range(begin - 1, fork - 1, -1) if calls[i].aliases)
-        branch = Branch(next(aliases, fork), begin, join)
+        fork = next(aliases, fork)
+        if begin - 1 in deferred:
+            continue
+        branch = Branch(fork + 1 if fork - 1 in deferred else fork, begin, join)
         is_read = any(index >= begin for index in reads[join])
         if branch.saving >= 2 and is_read and not _may_block(calls, branch):
             yield branch
@@ -227,8 +301,9 @@ def emit_chain(ffi_target: str, calls: Sequence[Call], wanted: Sequence[Value]) 
             written.append(call.results[result])
             aliases[operands.index(call.operands[operand][0])] = call.results[result]
     results = list(dict.fromkeys([*wanted, *written]))
-    branches = find_branches(calls) if ffi_target == _CUDA else []
-    offsets, size = _place_scratch(calls, set(results), branches)
+    deferred = find_deferred(calls, wanted)
+    branches = find_branches(calls, deferred) if ffi_target == _CUDA else []
+    offsets, size = _place_scratch(calls, set(results), branches, deferred)
     places = {value: (_Place.OPERAND, index) for index, value in enumerate(operands)}
     places |= {value: (_Place.RESULT, index) for index, value in enumerate(results)}
     places |= {value: (_Place.SCRATCH, offset) for value, offset in offsets.items()}
@@ -239,17 +314,19 @@ def emit_chain(ffi_target: str, calls: Sequence[Call], wanted: Sequence[Value]) 
         input_output_aliases={operand: results.index(own) for operand, own in aliases.items()},
         vmap_method="sequential",
     )
-    arrays = emit(*(value.array for value in operands), **_attributes(calls, places, branches))
+    attributes = _attributes(calls, places, _flags(len(calls), branches, deferred))
+    arrays = emit(*(value.array for value in operands), **attributes)
     for value, array in zip(results, arrays[:-1], strict=True):
         value.array = array
 
 
-def _place_scratch(calls, kept, branches=()):
+def _place_scratch(calls, kept, branches=(), deferred=()):
     """Return the offsets of all results that are not in `kept`, and the bytes that they take.
 
     Two values share memory if no call needs both: a value is needed from the call that writes it
     to the last call that reads it. The calls of a branch and of its window run in any order, so
-    that what one of them needs is needed until the last one has ended.
+    that what one of them needs is needed until the last one has ended. What a call needs that
+    leaves its work to the next one, that next one needs.
     """
     last = {}
 
@@ -259,7 +336,7 @@ def _place_scratch(calls, kept, branches=()):
 
     ends = {i: branch.join - 1 for branch in branches for i in range(branch.fork, branch.join)}
     for index, call in enumerate(calls):
-        use(call, ends.get(index, index))
+        use(call, ends.get(index, index + 1 if index in deferred else index))
     offsets, size, live = {}, 0, []
     for index, call in enumerate(calls):
         live = [value for value in live if last[value] >= index]
@@ -282,9 +359,9 @@ def _first_gap(nbytes, taken):
     return offset
 
 
-def _attributes(calls, places, branches):
+def _attributes(calls, places, flags):
     """Return the attributes of the chain. Their names, in sorted order, follow the calls."""
-    attributes, flags = {}, _flags(len(calls), branches)
+    attributes = {}
     for index, call in enumerate(calls):
         numbers = [len(call.operands), len(call.results), int(flags[index])]
         buffers = [*call.operands, *((value, value.shape) for value in call.results)]
@@ -298,9 +375,9 @@ def _attributes(calls, places, branches):
     return attributes
 
 
-def _flags(count, branches):
+def _flags(count, branches, deferred):
     """Return the flags of `count` calls."""
-    flags = [_Flag(0)] * count
+    flags = [_Flag.DEFER if index in deferred else _Flag(0) for index in range(count)]
     for branch in branches:
         flags[branch.fork] |= _Flag.FORK
         flags[branch.join] |= _Flag.JOIN

@@ -38,6 +38,27 @@ def test_calls_of_branches_run_on_the_side(program, flags, printed):
     assert run(program, "branches", flags) == printed
 
 
+@pytest.mark.parametrize("platform", ["plain", "branches"])
+@pytest.mark.parametrize(
+    ("flags", "printed"),
+    [
+        ("0 8 0 0", "main both main main done"),
+        ("8 0 8 0", "both main both main done"),
+        ("0 8? 0", "main main done"),  # the call has run by itself
+        ("8 0?", "nvfp4 call chain: ignore does not do the work that is left to it"),
+        ("0 8", "main nvfp4 call chain: no call does the work of the last one"),
+        ("8 0!", "failed"),
+    ],
+)
+def test_a_call_does_the_work_that_the_one_before_leaves(program, platform, flags, printed):
+    assert run(program, platform, flags) == printed
+
+
+def test_work_is_left_inside_of_branches(program):
+    printed = "fork main begin both side side join main done"
+    assert run(program, "branches", "1 10 2 2 4") == printed
+
+
 def test_other_platforms_ignore_flags(program):
     assert run(program, "plain", "0 1 0 2 2 4") == "main main main main main main done"
 

@@ -1,7 +1,8 @@
 // Prints what CallChain (call_chain.h) does for calls with flags.
 //   chain_branches PLATFORM FLAGS...
 // PLATFORM is "branches", or "plain" for a platform that runs calls in order. FLAGS are those of
-// one call after the other; "!" behind them makes the call fail. Prints one word for each hook, the
+// one call after the other; "!" behind them makes the call fail, and "?" makes it ignore the work
+// that the call before has left to it. Prints one word for each hook, the
 // stream of each call, and the error at the end.
 #include <cstdio>
 #include <cstdlib>
@@ -26,7 +27,15 @@ XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
 
 void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 
+XLA_FFI_Error* Ignore(XLA_FFI_CallFrame*) { return nullptr; }
+
 XLA_FFI_Error* Succeed(XLA_FFI_CallFrame* frame) {
+  if (running_chain.defers) {
+    running_chain.work = std::string("both");
+    return nullptr;
+  }
+  if (const auto work = running_chain.TakeWork<std::string>()) std::printf("%s ", work->c_str());
+  if (running_chain.TakeWork<std::string>()) std::printf("twice ");
   std::printf("%s ", frame->api == side_api ? "side" : "main");
   return nullptr;
 }
@@ -51,7 +60,8 @@ class Printer final : public ChainBranches {
 
 int main(int count, char** arguments) {
   const int calls = count - 2;
-  const std::vector<NamedHandler> handlers = {{"succeed", Succeed}, {"fail", Fail}};
+  const std::vector<NamedHandler> handlers = {
+      {"succeed", Succeed}, {"fail", Fail}, {"ignore", Ignore}};
   XLA_FFI_Api api = {}, other = {};
   api.XLA_FFI_Error_Create = other.XLA_FFI_Error_Create = CreateError;
   api.XLA_FFI_Error_Destroy = other.XLA_FFI_Error_Destroy = DestroyError;
@@ -66,7 +76,8 @@ int main(int count, char** arguments) {
     const std::string flags = arguments[i + 2];
     numbers[i] = {0, 0, std::atoi(flags.c_str())};
     arrays[i] = {XLA_FFI_DataType_S64, numbers[i].size(), numbers[i].data()};
-    const std::string_view name = handlers[flags.back() == '!' ? 1 : 0].name;
+    const int handler = flags.back() == '!' ? 1 : flags.back() == '?' ? 2 : 0;
+    const std::string_view name = handlers[handler].name;
     names[i] = {name.data(), name.size()};
     for (const XLA_FFI_AttrType type :
          {XLA_FFI_AttrType_DICTIONARY, XLA_FFI_AttrType_ARRAY, XLA_FFI_AttrType_STRING}) {

@@ -23,6 +23,7 @@ int capability_major = 0;
 int block_shared_bytes = 0;
 int largest_shared_bytes = 0;
 int largest_cluster = 0;
+int launches = 0;
 }  // namespace nvfp4
 
 using namespace nvfp4;
@@ -70,6 +71,17 @@ TakenGroups TakeGroups(void* buffer, int64_t experts) {
   return {groups, sections.bytes()};
 }
 
+// Computes a norm of one row, and then `layer` of its result: both in one launch if `together`. The
+// layer gets the norm that it has to compute, or null.
+template <typename Layer>
+cudaError_t AfterNorm(const NormCall& call, int together, const NormBuffers& buffers,
+                      const Layer& layer) {
+  const InputNorm norm = {call, buffers};
+  if (together != 0) return layer(&norm);
+  const cudaError_t status = LaunchAddRmsNorm(nullptr, call, buffers);
+  return status == cudaSuccess ? layer(nullptr) : status;
+}
+
 }  // namespace
 
 extern "C" {
@@ -81,6 +93,7 @@ void configure(int count, int shared_bytes, int backwards) {
   block_shared_bytes = shared_bytes;
   largest_shared_bytes = 0;
   largest_cluster = 0;
+  launches = 0;
   emulation::backwards = backwards != 0;
 }
 
@@ -93,6 +106,9 @@ int largest_dynamic_bytes() { return largest_shared_bytes; }
 
 // Returns the most blocks of a cluster since `configure`.
 int largest_cluster_blocks() { return largest_cluster; }
+
+// Returns the number of launches since `configure`.
+int launch_count() { return launches; }
 
 int64_t combined_few_shared_bytes(int64_t slots, int64_t k) {
   return CombinedFewSharedBytes(slots, k);
@@ -184,6 +200,39 @@ int dense_few(const DenseFewCall* call, int clusters, void* const* operands) {
 int dense_sm90(const DenseFewCall* call, void* const* operands) {
   return LaunchDenseSm90(nullptr, *call,
                          {operands[0], operands[1], operands[5], nullptr, nullptr, operands[4]});
+}
+
+// Computes a layer with plain weights after a norm. The operands are x, added, weight of the norm,
+// weight, bias; sum, y of the norm, y.
+int norm_and_dense(int weight_type, float eps, const DenseFewCall* call, int together,
+                   void* const* operands) {
+  const NormCall norm = {1, call->k, call->type, static_cast<DataType>(weight_type), eps};
+  return AfterNorm(norm, together,
+                   {operands[0], operands[1], operands[2], operands[5], operands[6]},
+                   [&](const InputNorm* input) {
+                     DenseFewBuffers buffers = {operands[6], operands[3], operands[7],
+                                                nullptr,     nullptr,     operands[4]};
+                     buffers.norm = input;
+                     return LaunchDenseFew(nullptr, *call, buffers);
+                   });
+}
+
+// Computes a linear layer in W4A16 after a norm. The operands are x, added, weight of the norm,
+// packed, block_scale, global_scale, input_scale, bias; sum, y of the norm, y, workspace.
+int norm_and_linear(int weight_type, float eps, const GroupedGemmShape* shape, int type, int engine,
+                    int older, int together, void* const* operands) {
+  const auto data_type = static_cast<DataType>(type);
+  const NormCall norm = {1, shape->k, data_type, static_cast<DataType>(weight_type), eps};
+  const GroupedGemmCall call = {*shape, data_type, ActivationScale::kNone,
+                                static_cast<EngineKind>(engine), older != 0};
+  return AfterNorm(norm, together,
+                   {operands[0], operands[1], operands[2], operands[8], operands[9]},
+                   [&](const InputNorm* input) {
+                     GroupedGemmBuffers buffers = {operands[9], WeightsAt(operands + 3), nullptr,
+                                                   operands[10], operands[11]};
+                     buffers.norm = input;
+                     return LaunchGroupedGemmW4A16(nullptr, call, buffers);
+                   });
 }
 
 void cut_linear_sm90(int64_t n, int64_t k, int few, LinearSm90Cut* cut) {
@@ -362,6 +411,28 @@ int prepare_heads(const HeadsCall* call, void* const* operands) {
       {operands[0], static_cast<const int32_t*>(operands[1]), operands[2], operands[3],
        static_cast<const float*>(operands[4]), operands[7], operands[8], operands[9],
        static_cast<const float*>(operands[5]), static_cast<const float*>(operands[6])});
+}
+
+// Prepares the heads of one token of each row, and computes their attention: in one launch if
+// `together`. The operands are qkv, positions, q_weight, k_weight, frequencies, sinks; y, q, keys,
+// values, workspace.
+int heads_and_attention(const HeadsCall* heads_call, const AttentionShape* shape, float scale,
+                        int window, int chunk, int older, int together, void* const* operands) {
+  const auto* positions = static_cast<const int32_t*>(operands[1]);
+  const AttentionCall call = {*shape, heads_call->type, scale, window, chunk, older != 0};
+  const HeadsBuffers heads = {
+      operands[0], positions,   operands[2], operands[3], static_cast<const float*>(operands[4]),
+      operands[7], operands[8], operands[9]};
+  const InputHeads input = {*heads_call, heads, older != 0};
+  AttentionBuffers buffers = {
+      operands[7], operands[8], operands[9], positions, static_cast<const float*>(operands[5]),
+      operands[6], operands[10]};
+  if (together != 0) {
+    buffers.heads = &input;
+  } else if (const cudaError_t status = LaunchPrepareHeads(nullptr, *heads_call, heads)) {
+    return status;
+  }
+  return LaunchAttention(nullptr, call, buffers);
 }
 
 // Writes the sines and the cosines of `count` angles.

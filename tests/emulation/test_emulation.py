@@ -85,7 +85,7 @@ def test_few_slots_take_no_more_shared_memory_than_the_device_has(library, mode)
 
 
 class TestRouter(RouterSuite):
-    experts = axis(1, 60, 512)
+    experts = axis(1, 60, 250, 512)
     top_k = axis(8)
 
     @pytest.fixture

@@ -18,7 +18,7 @@ H200 = 132  # multiprocessors
 # values, outputs, and a router; then a vocabulary, layers of DeepSeek-V3, and rows that fit into no
 # eight blocks at once.
 CUTS = {
-    (1, 5120, 2048): (1, 1),
+    (2, 5120, 2048): (1, 1),
     (4, 2048, 4096): (1, 1),
     (5, 5120, 2048): (4, 4),
     (64, 5120, 2048): (8, 6),

@@ -137,7 +137,7 @@ ROWS = [1, 3, 16, 64]
 def test_shared_experts_are_branches(layers, monkeypatch):
     """The tests below run branches at all."""
     found, find = [], call_chain.find_branches
-    monkeypatch.setattr(call_chain, "find_branches", lambda c: found.append(find(c)) or found[-1])
+    monkeypatch.setattr(call_chain, "find_branches", lambda *a: found.append(find(*a)) or found[-1])
     for rows in ROWS:
         jax.eval_shape(run_beside, make_tokens(rows), layers)
     assert [len(branches) for branches in found] == [len(layers)] * len(ROWS)

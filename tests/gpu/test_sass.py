@@ -28,6 +28,9 @@ PTX = {"sm_80"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
 HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
 LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtypes
+ROW_KERNELS = (
+    12  # instances of LinearRow: two dtypes, three kinds of norms, with and without refills
+)
 # Rows of LinearFewWide in eights -> the MMAs of a warp for a weight tile along k. They are two for
 # each slab and eight rows in half of a tile, which a loop runs twice. Of 64 rows, a warp has half.
 WIDE_KERNELS = {2: 2 * 2 * 2, 4: 2 * 2 * 4, 8: 2 * 2 * 4}
@@ -69,7 +72,7 @@ FP4_ROWS = (16, 32, 64, 128)  # rows of the tiles of ExpertGemmSm120, for two dt
 RESERVED_SHARED_BYTES = 1024
 # The kernels that may overlap with any preceding kernel (launch_kernel.cuh). Those of the first two
 # kinds touch no memory before they wait, except for prefetches. Those of the first kind are short,
-# and in a chain they start the next kernel before they wait. Those of the third kind know what the
+# and in a chain they start the next kernel before they wait. So does LinearRow, which reads weights. Those of the third kind know what the
 # preceding kernel writes, or what a chain does not write, and may read something else.
 START_FIRST = (
     "AddRmsNorm",
@@ -86,6 +89,7 @@ WAIT_FIRST = (
     "ExpandValues",
     "LatentAttention",
     "Route",
+    "RouteFew",
     "CountSegment",
     "SortByExpert",
     "GroupTiles",
@@ -104,6 +108,7 @@ READ_FIRST = (
     "ExpertGemmSm80",
     "ExpertGemmFew",
     "LinearFew",
+    "LinearRow",
     "DenseVector",
 )
 # Architecture -> a part of the names of the kernels that only this architecture has.
@@ -186,7 +191,7 @@ def test_kernels_that_overlap_wait(listing, kernel, arch):
         operations = [instruction.split(".")[0] for instruction in instructions]
         wait = operations.index(WAIT)
         starts = [i for i, operation in enumerate(operations) if operation == START_NEXT]
-        assert (min(starts) < wait) == (kernel in START_FIRST), name
+        assert (min(starts) < wait) == (kernel in (*START_FIRST, "LinearRow")), name
         assert wait < max(starts), name
         if kernel not in READ_FIRST:
             assert not MEMORY.intersection(operations[:wait]), name
@@ -253,6 +258,23 @@ def test_linear_of_few_rows_loads_all_weights_before_it_multiplies(listing, arch
         for width in ("128", "64"):
             assert sum(op.endswith(f".{width}") for op in before) == depth, name
         assert not any(op.startswith("HMMA") for op in instructions[:copies]), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_linear_of_one_row_requests_its_weights_at_once(listing, arch):
+    """A warp requests eight weight tiles before it multiplies the first: codes and scales of each.
+
+    Two weight tiles are unpacked and multiplied outside of the loop, or one beside a norm in
+    float32. A weight tile takes four MMAs.
+    """
+    found = kernels(listing, arch, "LinearRowI")
+    assert len(found) == ROW_KERNELS
+    for name, instructions in found.items():
+        products = [i for i, op in enumerate(instructions) if op.startswith("HMMA")]
+        ready = 1 if re.search(r"(bfloat16|half)fL", name) else 2
+        assert len(products) == 4 * (ready + 1), name
+        copies = [op for op in instructions[: products[0]] if op.startswith("LDGSTS")]
+        assert len(copies) >= 2 * 8, name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -1,5 +1,6 @@
 """Test which calls of a chain run beside others, and that these share no memory."""
 
+import dataclasses
 import itertools
 import re
 
@@ -12,7 +13,13 @@ from shared_expert_block import HIDDEN, make_layer, run_layers
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.backends import call_chain
-from jax_nvfp4_moe.backends.call_chain import Branch, Call, Value, find_branches
+from jax_nvfp4_moe.backends.call_chain import (
+    Branch,
+    Call,
+    Value,
+    find_branches,
+    find_deferred,
+)
 
 # What the calls of a layer with shared experts read. The calls are: norm, router, route, experts,
 # gate_up, activate, down, sum.
@@ -225,3 +232,70 @@ def test_calls_for_cpus_have_no_flags(platform, flags):
         return window, ops.linear(branch, weight, **options)
 
     assert flags_of(function, 64) == flags
+
+
+def make_pair(rows=1, *, target="nvfp4_dense_few_cuda", reads_norm=True):
+    """Return the calls of a norm and of a layer that reads its result, or the sum before it."""
+    x, added, weight = (Value((rows, 64), jnp.bfloat16) for _ in range(3))
+    total, y, logits = (Value((rows, 64), jnp.bfloat16) for _ in range(3))
+    operands = [(value, value.shape) for value in (x, added, weight)]
+    norm = Call("nvfp4_add_rms_norm_cuda", {}, operands, [total, y], {})
+    source = y if reads_norm else total
+    return [norm, Call(target, {}, [(v, v.shape) for v in (source, weight)], [logits], {})]
+
+
+def make_attention(tokens=1, *, target="nvfp4_attention_cuda"):
+    """Return the calls that prepare heads, and that attend with them."""
+    shapes = ((2, tokens, 4, 8), (2, 2, 16, 8), (2, 2, 16, 8))
+    old, new = ([Value(shape, jnp.bfloat16) for shape in shapes] for _ in range(2))
+    operands = [(value, value.shape) for value in old]
+    heads = Call("nvfp4_prepare_heads_cuda", {}, operands, new, {1: 1, 2: 2})
+    result = Value(shapes[0], jnp.bfloat16)
+    return [heads, Call(target, {}, [(value, value.shape) for value in new], [result], {})]
+
+
+@pytest.mark.parametrize("make", [make_pair, make_attention])
+def test_the_work_on_one_token_is_left_to_the_next_call(make):
+    assert find_deferred(make(), []) == {0}
+    assert find_deferred(make(2), []) == set()
+    assert find_deferred(make(target="nvfp4_route_cuda"), []) == set()
+    assert find_deferred([make()[0], *make()], []) == {1}
+
+
+def test_a_norm_is_left_to_the_call_that_reads_it():
+    assert find_deferred(make_pair(reads_norm=False), []) == set()
+    calls = make_pair()
+    assert find_deferred(calls, calls[0].results) == {0}  # it is written in any case
+
+
+def test_heads_are_not_left_to_attention_if_others_read_queries():
+    calls = make_attention()
+    q = calls[0].results[0]
+    assert find_deferred(calls, [q]) == set()
+    other = Call("target", {}, [(q, q.shape)], [Value((1,), jnp.uint8)], {})
+    assert find_deferred([*calls, other], []) == set()
+
+
+def test_branches_do_not_divide_a_call_from_the_one_that_does_its_work():
+    calls = make_calls(LAYER)
+    assert find_branches(calls, frozenset({0})) == [Branch(2, 4, 7)]  # the fork is behind both
+    assert all(b.begin != 4 for b in find_branches(calls, frozenset({3})))
+    assert all(b.join != 7 for b in find_branches(calls, frozenset({6})))
+    assert find_branches(calls, frozenset({1})) == [Branch(1, 4, 7)]
+
+
+@pytest.mark.parametrize("deferred", [(), (0,)])
+def test_what_a_deferred_call_reads_stays_until_its_work_is_done(deferred):
+    """The first call reads the only value that is read before the last one writes its result."""
+    sizes = [Value((512,), jnp.uint8) for _ in range(4)]
+    first, *others = (Call("target", {}, [], [value], {}) for value in sizes)
+    calls = [
+        first,
+        *(
+            dataclasses.replace(call, operands=[(value, value.shape)])
+            for call, value in zip(others, sizes, strict=False)
+        ),
+    ]
+    shifted = [index + 1 for index in deferred]
+    offsets, _ = call_chain._place_scratch(calls, set(), deferred=shifted)
+    assert (offsets[sizes[0]] == offsets[sizes[2]]) == (not deferred)

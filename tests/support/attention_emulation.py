@@ -147,18 +147,11 @@ def prepare_heads(library, call):
     The kernel gets a cache of 0xff bytes. They are what it leaves alone, and become the bytes of
     the cache in `call` here. The kernel writes no number that has these bytes.
     """
-    (b, t, width), (_, m, s, d) = call.qkv.shape, call.keys.shape
-    n, rope = call.options.count_queries(width, m, d), call.options.rope
+    sizes, queries = _heads_call(call)
+    rope = call.options.rope
     frequencies = np.float32(() if rope is None else rope.frequencies)
     weights = (None, None) if call.weights is None else call.weights
-    weight_type = call.qkv.dtype if call.weights is None else weights[0].dtype
-    sizes = _HeadsCall(
-        *(b, t, s, n, m, d, len(frequencies)),
-        *(_TYPES[dtype.name] for dtype in (call.qkv.dtype, weight_type)),
-        *(call.options.eps, 1 if rope is None else rope.scale),
-        *(call.options.rotates_first, call.options.gated, call.options.multiply_by_reciprocal),
-    )
-    likes = [np.empty((b, t, n, d), call.qkv.dtype), call.keys, call.values]
+    likes = [np.empty(queries, call.qkv.dtype), call.keys, call.values]
     operands = [call.qkv, call.positions, *weights, frequencies, *(call.scales or (None, None))]
     bound = functools.partial(library.prepare_heads, ctypes.byref(sizes))
     q, *entries = _run(library, bound, operands, likes, 0, multiprocessors=1)
@@ -168,6 +161,20 @@ def prepare_heads(library, call):
         np.where(entry.view(words) == np.iinfo(words).max, old, entry)
         for entry, old in zip(entries, kept, strict=True)
     )
+
+
+def _heads_call(call):
+    """Return the sizes of a `head_suite.Call` for the driver, and the shape of its queries."""
+    (b, t, width), (_, m, s, d) = call.qkv.shape, call.keys.shape
+    n, rope = call.options.count_queries(width, m, d), call.options.rope
+    weight_type = call.qkv.dtype if call.weights is None else call.weights[0].dtype
+    sizes = _HeadsCall(
+        *(b, t, s, n, m, d, 0 if rope is None else len(rope.frequencies)),
+        *(_TYPES[dtype.name] for dtype in (call.qkv.dtype, weight_type)),
+        *(call.options.eps, 1 if rope is None else rope.scale),
+        *(call.options.rotates_first, call.options.gated, call.options.multiply_by_reciprocal),
+    )
+    return sizes, (b, t, n, d)
 
 
 def prepare_latents(library, call):

@@ -29,7 +29,7 @@ LINEARS = {
     "sixty_four_long_rows": (64, 200, 8208),
 }
 # Calls whose rows run in one form of the kernel: their number, and how many they are alone.
-SHARED_FORMS = ((4, 1), (8, 5), (32, 9), (64, 33))
+SHARED_FORMS = ((4, 2), (8, 5), (32, 9), (64, 33))
 
 
 def make_linear(case, numbers, *, parts=1, bias=True):

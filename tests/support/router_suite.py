@@ -99,7 +99,7 @@ class RouterSuite:
     """``run(router, logits, bias)`` returns expert_ids and expert_weights."""
 
     form = axis(*FORMS)
-    experts = axis(1, 60, 512)
+    experts = axis(1, 60, 250, 512)
     top_k = axis(8)
 
     @pytest.fixture
@@ -113,7 +113,7 @@ class RouterSuite:
             got = run(router, logits, correction)
             assert_routes_alike(router, logits, correction, got)
 
-    @pytest.mark.parametrize("tied_experts", [8, 60, 512])
+    @pytest.mark.parametrize("tied_experts", [8, 60, 250, 512])
     def test_router_gives_ties_to_the_lower_expert(self, run, form, tied_experts):
         router = with_experts(FORMS[form], tied_experts, 32)
         logits, bias = tied_inputs(tied_experts)

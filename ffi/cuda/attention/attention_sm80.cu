@@ -20,22 +20,42 @@
 namespace nvfp4 {
 namespace {
 
+constexpr int64_t kFewTiles = 64;
+
 // Chooses the form of tiles with few rows. Wide rows leave room for one block on a multiprocessor,
 // which has as many warps and keys as two blocks with narrow rows.
-template <typename T, int kWidth, int kValueWidth>
+template <typename T, int kWidth, int kValueWidth, typename W = NoHeads>
 cudaError_t LaunchFewRows(cudaStream_t stream, const AttentionGrid& grid) {
   constexpr bool kWide = kWidth > kNarrowKeys;
   constexpr int kBlocks = kWide ? 1 : 2;
   using ThreeStages = Form<kWidth, kValueWidth, 1, 1, 4, 64, 3>;
   using TwoStages = Form<kWidth, kValueWidth, 1, 1, 4, 64>;
+  // Where a block has all keys of its rows, and most multiprocessors are idle anyway.
+  using Alone = Form<kWidth, kValueWidth, 1, 1, 8, 128>;
+  if constexpr (kWidth <= 128) {
+    const bool is_alone = grid.splits == 1 && grid.call.shape.b * grid.call.shape.m <= kFewTiles;
+    if (is_alone && Fits<Alone>(1)) return LaunchForm<T, Alone, W>(stream, grid);
+  }
   if constexpr (kBlocks * ThreeStages::kBytes <= kMostSharedBytes) {
-    if (Fits<ThreeStages>(kBlocks)) return LaunchForm<T, ThreeStages>(stream, grid);
+    if (Fits<ThreeStages>(kBlocks)) return LaunchForm<T, ThreeStages, W>(stream, grid);
   }
   if constexpr (kWide) {  // 8.6, 8.9 and 12.x have at most 99 KiB of shared memory for a block
     using Small = Form<kWidth, kValueWidth, 1, 1, 2, 32>;
-    if (!Fits<TwoStages>(kBlocks)) return LaunchForm<T, Small>(stream, grid);
+    if (!Fits<TwoStages>(kBlocks)) return LaunchForm<T, Small, W>(stream, grid);
   }
-  return LaunchForm<T, TwoStages>(stream, grid);
+  return LaunchForm<T, TwoStages, W>(stream, grid);
+}
+
+// As LaunchFewRows, for one token of each row, whose heads are prepared.
+template <typename T, int kWidth, int kValueWidth>
+cudaError_t LaunchTokens(cudaStream_t stream, const AttentionGrid& grid) {
+  if constexpr (kWidth != kValueWidth) {
+    return cudaErrorInvalidValue;  // the keys and values of a cache have one width
+  } else if (grid.buffers.heads->call.weight_type == DataType::kF32) {
+    return LaunchFewRows<T, kWidth, kValueWidth, float>(stream, grid);
+  } else {
+    return LaunchFewRows<T, kWidth, kValueWidth, T>(stream, grid);
+  }
 }
 
 // Chooses the form of the tiles. More rows in a tile read keys less often; fewer rows make more
@@ -43,6 +63,7 @@ cudaError_t LaunchFewRows(cudaStream_t stream, const AttentionGrid& grid) {
 struct Forms {
   template <typename T, int kWidth, int kValueWidth>
   static cudaError_t Launch(cudaStream_t stream, const AttentionGrid& grid) {
+    if (grid.buffers.heads != nullptr) return LaunchTokens<T, kWidth, kValueWidth>(stream, grid);
     if (grid.rows <= 16) return LaunchFewRows<T, kWidth, kValueWidth>(stream, grid);
     constexpr int kKeys = kWidth <= 128 ? 64 : 32;  // for a block of 99 KiB
     if constexpr (kValueWidth <= 128) {  // two groups of 256 values would spill registers

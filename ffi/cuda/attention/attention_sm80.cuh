@@ -16,6 +16,8 @@
 //
 // If the tiles of rows do not fill a device, several blocks share the keys of a tile.
 //
+// The kernel may also prepare the heads of single tokens (token_heads.cuh).
+//
 // attention_sm80.cu and attention_fp8.cu choose the forms of tiles.
 #pragma once
 
@@ -25,6 +27,7 @@
 #include "cuda/attention/attention.cuh"
 #include "cuda/attention/merge_parts.cuh"
 #include "cuda/attention/tiles.cuh"
+#include "cuda/attention/token_heads.cuh"
 #include "cuda/attention/warp_rows.cuh"
 #include "cuda/instructions/hopper.cuh"
 
@@ -292,45 +295,35 @@ __device__ __forceinline__ void StorePart(const AttentionGrid& p, const Scales& 
   }
 }
 
-template <typename T, typename F>
-__global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionGrid p) {
+// W: the type of the weights of norms of heads that the kernel prepares.
+template <typename T, typename F, typename W>
+__global__ void __launch_bounds__(F::kThreads, 1)
+    AttentionSm80(const AttentionGrid p, const InputHeads heads) {
+  constexpr bool kPrepares = !std::is_same_v<W, NoHeads>;
+  using Token = std::conditional_t<kPrepares, TokenHeads<T, W, F>, NoHeads>;
   NVFP4_DYNAMIC_SHARED(shared);
   __shared__ RowRanges<F> ranges;
   __shared__ PartSum shown[F::kKeyWarps > 1 ? 16 : 1][F::kKeyWarps];
-  if (!p.call.positions_are_older) WaitForPrecedingKernel();
+  __shared__ typename Token::Fresh fresh;
+  const bool starts_early = kPrepares ? heads.older : p.call.positions_are_older;
+  if (!starts_early) WaitForPrecedingKernel();
   const AttentionShape& shape = p.call.shape;
   // The last tile of rows sees most keys and starts first. All heads of a tile follow each other.
-  const int heads = static_cast<int>(shape.b * shape.m);
-  const int head_index = static_cast<int>(blockIdx.x) % heads;
-  const int part = static_cast<int>(blockIdx.x) / heads;
+  const int key_heads = static_cast<int>(shape.b * shape.m);
+  const int head_index = static_cast<int>(blockIdx.x) % key_heads;
+  const int part = static_cast<int>(blockIdx.x) / key_heads;
   const int split = part % p.splits, tile = p.tiles - 1 - part / p.splits;
   const int num_heads = static_cast<int>(shape.m);
   const TilePlace at = {head_index / num_heads, head_index % num_heads, tile * F::kRows};
 
   FindRanges<F>(p, at.row_in_batch, at.first_row, &ranges);
+  if constexpr (kPrepares) Token::Clear(shared, &fresh);
   __syncthreads();
   const VisitedKeys keys = FindTiles<F>(p, split, ranges);
-  if (p.call.positions_are_older) {
-    if constexpr (F::kSplits) PrefetchKeys<F>(p, head_index, keys);
-    WaitForPrecedingKernel();
-  }
-  StartNextKernel();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int row_warp = warp / F::kKeyWarps, key_warp = warp % F::kKeyWarps;
-  const int64_t part_row =
-      (static_cast<int64_t>(head_index) * p.splits + split) * p.rows + at.first_row;
-  if (F::kSplits && p.splits > 1 && keys.count <= 0) {
-    const int row = static_cast<int>(threadIdx.x);
-    if (row < F::kRows && at.first_row + row < p.rows) p.parts.sums[part_row + row] = {0.0f, 0.0f};
-    return;
-  }
-
   const uint32_t memory = SharedAddress(shared);
-  const auto* q = static_cast<const uint16_t*>(p.buffers.q);
   const int width = static_cast<int>(shape.d), value_width = static_cast<int>(shape.dv);
-  CopyRows<F::kRows, F::kWidth, F::kThreads>(memory, width, p.rows - at.first_row, [&](int row) {
-    return q + RowOffset(p, at, at.first_row + row, width);
-  });
   using Key = typename F::Key;
   const auto* all_k = static_cast<const Key*>(p.buffers.k) + head_index * shape.s * shape.d;
   const auto* all_v = static_cast<const Key*>(p.buffers.v) + head_index * shape.s * shape.dv;
@@ -347,8 +340,55 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
     }
     CommitCopies();
   };
+  const auto copy_first = [&] {
 #pragma unroll
-  for (int stage = 0; stage < F::kStages - 1; ++stage) copy(stage);
+    for (int stage = 0; stage < F::kStages - 1; ++stage) copy(stage);
+  };
+  const auto wait_and_start_next = [&] {
+    if (starts_early) WaitForPrecedingKernel();
+    StartNextKernel();
+  };
+  const int64_t part_row =
+      (static_cast<int64_t>(head_index) * p.splits + split) * p.rows + at.first_row;
+  if (F::kSplits && p.splits > 1 && keys.count <= 0) {
+    wait_and_start_next();
+    const int row = static_cast<int>(threadIdx.x);
+    if (row < F::kRows && at.first_row + row < p.rows) p.parts.sums[part_row + row] = {0.0f, 0.0f};
+    return;
+  }
+  int fresh_tile = -1, fresh_row = 0;  // where the new key of a token lies
+  if constexpr (kPrepares) {
+    copy_first();
+    const Token token(heads, at.row_in_batch, at.head, p.group);
+    const int place = token.position() - keys.begin;
+    if (place >= 0 && place < keys.end - keys.begin && place < keys.count * F::kKeys) {
+      fresh_tile = place / F::kKeys;
+      fresh_row = place % F::kKeys;
+    }
+    uint8_t* const raw = shared + F::kQueryBytes + (F::kStages - 1) * F::kStageBytes;
+    static_assert(Token::kRawBytes <= F::kStageBytes, "the last stage is not filled yet");
+    // The first pass takes the place of the wait. It prepares numbers that do not matter, one head
+    // for each warp, and brings the code of the second pass into the instruction cache.
+#pragma unroll 1
+    for (int pass = starts_early ? 0 : 1; pass < 2; ++pass) {
+      int count = min(p.group, F::kThreads / 32);
+      if (pass == 1) {
+        wait_and_start_next();
+        token.Bring(raw);
+        count = p.group + 2;
+        __syncthreads();
+      }
+      token.Prepare(count, raw, pass == 1 && fresh_tile >= 0, shared, &fresh);
+    }
+  } else {
+    if (F::kSplits && starts_early) PrefetchKeys<F>(p, head_index, keys);
+    wait_and_start_next();
+    const auto* q = static_cast<const uint16_t*>(p.buffers.q);
+    CopyRows<F::kRows, F::kWidth, F::kThreads>(memory, width, p.rows - at.first_row, [&](int row) {
+      return q + RowOffset(p, at, at.first_row + row, width);
+    });
+    copy_first();
+  }
 
   const Scales scales = FindScales<F>(p, at.head);
   const int warp_row = row_warp * F::kWarpRows;
@@ -368,7 +408,13 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
       }
       rows.LoadQueries();
     }
-    const uint8_t* stage = shared + F::kQueryBytes + index % F::kStages * F::kStageBytes;
+    uint8_t* const stage = shared + F::kQueryBytes + index % F::kStages * F::kStageBytes;
+    if constexpr (kPrepares) {
+      if (index == fresh_tile) {
+        Token::PutInto(fresh_row, fresh, stage, stage + F::kKeyBytes);
+        __syncthreads();
+      }
+    }
 #pragma unroll 1
     for (int own = 0; own < F::kWarpKeys; own += F::kScoredKeys) {
       const int in_tile = key_warp * F::kWarpKeys + own;
@@ -403,13 +449,14 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
   }
 }
 
-template <typename T, typename F>
+template <typename T, typename F, typename W = NoHeads>
 cudaError_t LaunchForm(cudaStream_t stream, AttentionGrid grid) {
   const AttentionShape& shape = grid.call.shape;
   grid.tiles = static_cast<int32_t>(CeilDiv(grid.rows, F::kRows));
   const int64_t blocks = shape.b * shape.m * grid.tiles * grid.splits;
   return LaunchWide(stream, dim3(static_cast<unsigned>(blocks)), F::kThreads, F::kBytes,
-                    /*overlaps=*/true, AttentionSm80<T, F>, grid);
+                    /*overlaps=*/true, AttentionSm80<T, F, W>, grid,
+                    grid.buffers.heads == nullptr ? InputHeads{} : *grid.buffers.heads);
 }
 
 // The most shared memory of any multiprocessor. A block needs kOtherBytes besides F::kBytes: static

@@ -704,8 +704,16 @@ cudaError_t LaunchDenseCut(cudaStream_t stream, const DenseFewCall& call,
 
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers) {
-  if (call.rows == 0 || call.n == 0) return cudaSuccess;
-  if (FitsDenseVector(call)) return LaunchDenseVector(stream, call, buffers);
+  const bool is_empty = call.rows == 0 || call.n == 0;
+  const bool is_vector = !is_empty && FitsDenseVector(call);
+  if (buffers.norm != nullptr && !(is_vector && FitsInputNorm(*buffers.norm))) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchAddRmsNorm(stream, buffers.norm->call, buffers.norm->buffers));
+    DenseFewBuffers rest = buffers;
+    rest.norm = nullptr;
+    return LaunchDenseFew(stream, call, rest);
+  }
+  if (is_empty) return cudaSuccess;
+  if (is_vector) return LaunchDenseVector(stream, call, buffers);
   if (ComputeCapabilityMajor() == 9 && FitsDenseSm90(call)) {
     return LaunchDenseSm90(stream, call, buffers);
   }

@@ -5,7 +5,9 @@
 //   bias  [n]     the type of x, or f32; it may be left out
 //   y     [n]     f32, or rounded to the type of x
 //
-// The bias is added in float32, and the result is rounded once.
+// The bias is added in float32, and the result is rounded once. x may be the result of a norm that
+// the kernel computes, too: each block normalizes the row for itself, into shared memory, and the
+// first one writes it.
 //
 // One, two, four or eight warps compute an output. A lane has up to kPieces pieces of 16 bytes of
 // the weight row, all of them in registers. It loads them while the preceding kernel still runs, if
@@ -22,8 +24,12 @@
 // Needs: sm_80; k a multiple of 8. Tests: tests/emulation/test_dense_few.py,
 // tests/gpu/test_dense_few.py.
 #include "cuda/gemm/dense_vector.cuh"
+
+#include <type_traits>
+
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/norms/norm_pieces.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/warp_sum.cuh"
 
@@ -35,6 +41,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
 constexpr int kPieces = 8;
 constexpr int kPieceBytes = 16;
+constexpr int kNormPieces = 2;  // of a norm that a thread has: FitsInputNorm
 constexpr int64_t kWarpBytes = kPieces * 32 * kPieceBytes;  // of a weight row that a warp has
 
 struct VectorSizes {
@@ -57,13 +64,18 @@ __device__ __forceinline__ float LoadBias(const void* bias, int32_t bias_size, i
   return bias_size == 2 ? ToFloat(static_cast<const T*>(bias)[output]) : 0.0f;
 }
 
-template <typename T, typename W>
+// N: the type of the weight of the norm of x.
+template <typename T, typename W, typename N>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    DenseVector(const DenseFewBuffers buffers, const VectorSizes p) {
+    DenseVector(const DenseFewBuffers buffers, const InputNormRow norm, const VectorSizes p) {
+  constexpr bool kNorm = !std::is_same_v<N, NoNorm>;
   constexpr int kWidth = kPieceBytes / static_cast<int>(sizeof(W));
   using Weights = Elements<W, kWidth>;
   using Inputs = Elements<T, kWidth>;
+  using Pieces = NormPieces<T, std::conditional_t<kNorm, N, T>, kNorm ? kNormPieces : 1>;
   __shared__ float sums[kWarps];
+  __shared__ float groups[kNormPieces * kWarps];
+  __shared__ uint4 row[kNorm ? kNormPieces * kThreads : 1];
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int warps = 1 << p.warps_log2, part = warp % warps;
   const int output = (static_cast<int>(blockIdx.x) * kWarps + warp) / warps;
@@ -82,6 +94,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const auto load = [&](int i, int at) {
     weights[i] = *reinterpret_cast<const Weights*>(weight + at);
   };
+  Pieces pieces(norm.h, static_cast<int>(threadIdx.x), kThreads);
+  if constexpr (kNorm) {
+    PrefetchLines(norm.buffers.weight, norm.h * static_cast<int>(sizeof(N)), threadIdx.x, kThreads);
+  }
   if (p.weight_is_older) {
     each_piece(load);
   } else {
@@ -102,6 +118,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       StartNextKernel();
       if (!p.weight_is_older) each_piece(load);
       source = static_cast<const T*>(buffers.x);
+      if constexpr (kNorm) LoadInput(norm, pieces);
+    }
+    if constexpr (kNorm) {
+      Pieces own = pieces;  // the first pass changes nothing
+      FinishNorm(norm, pass == 1 && blockIdx.x == 0, groups, reinterpret_cast<uint8_t*>(row), own);
+      __syncthreads();
+      source = reinterpret_cast<const T*>(row);
     }
     Inputs x[kPieces] = {};
     each_piece([&](int i, int at) { x[i] = *reinterpret_cast<const Inputs*>(source + at); });
@@ -143,6 +166,19 @@ int32_t WarpsLog2(const DenseFewCall& call) {
 
 int64_t Blocks(const DenseFewCall& call) { return CeilDiv(call.n << WarpsLog2(call), kWarps); }
 
+template <typename T, typename W>
+cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
+                        const DenseFewBuffers& buffers, const VectorSizes& sizes) {
+  const auto launch = [&](auto kernel, const InputNormRow& norm) {
+    return LaunchWide(stream, dim3(static_cast<unsigned>(Blocks(call))), kThreads, 0,
+                      /*overlaps=*/true, kernel, buffers, norm, sizes);
+  };
+  if (buffers.norm == nullptr) return launch(DenseVector<T, W, NoNorm>, {});
+  const InputNormRow norm = RowOf(*buffers.norm);
+  return buffers.norm->call.weight_type == DataType::kF32 ? launch(DenseVector<T, W, float>, norm)
+                                                          : launch(DenseVector<T, W, T>, norm);
+}
+
 }  // namespace
 
 bool FitsDenseVector(const DenseFewCall& call) {
@@ -158,13 +194,12 @@ cudaError_t LaunchDenseVector(cudaStream_t stream, const DenseFewCall& call,
                              call.output_type != DataType::kF32,
                              static_cast<int32_t>(call.bias_size),
                              call.weight_is_older};
-  const auto launch = [&](auto kernel) {
-    return LaunchWide(stream, dim3(static_cast<unsigned>(Blocks(call))), kThreads, 0,
-                      /*overlaps=*/true, kernel, buffers, sizes);
-  };
-  if (call.weight_type == DataType::kF32) return launch(DenseVector<__nv_bfloat16, float>);
-  return call.type == DataType::kF16 ? launch(DenseVector<__half, __half>)
-                                     : launch(DenseVector<__nv_bfloat16, __nv_bfloat16>);
+  if (call.weight_type == DataType::kF32) {
+    return LaunchTyped<__nv_bfloat16, float>(stream, call, buffers, sizes);
+  }
+  return call.type == DataType::kF16
+             ? LaunchTyped<__half, __half>(stream, call, buffers, sizes)
+             : LaunchTyped<__nv_bfloat16, __nv_bfloat16>(stream, call, buffers, sizes);
 }
 
 }  // namespace nvfp4

@@ -10,10 +10,10 @@
 #include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/quantizers/quantize_block.cuh"
+#include "cuda/warp_sum.cuh"
 
 namespace nvfp4 {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kRows = 8;      // most rows of a tile: the columns of one MMA
 constexpr int kPadding = 16;  // bytes between rows in shared memory, against bank conflicts
 

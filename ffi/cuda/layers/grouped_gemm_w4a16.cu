@@ -9,8 +9,10 @@
 //   round       in W4A4: rounds x                                           quantize.cu
 //   GEMM        W, bias -> y; may start before the launch before it ends    expert_gemm_sm*.cu
 //
-// In W4A16, a linear layer with few rows is one launch of linear_few.cu or linear_sm90.cu.
+// In W4A16, a linear layer with few rows is one launch of linear_row.cu, linear_few.cu or
+// linear_sm90.cu.
 #include "cuda/gemm/linear_few.cuh"
+#include "cuda/gemm/linear_row.cuh"
 #include "cuda/gemm/linear_sm90.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
@@ -71,6 +73,15 @@ LinearFewCut CutCall(const GroupedGemmCall& call, const GroupedGemmBuffers& buff
   return CutLinearFew(call.shape.m, call.shape.n, call.shape.k, HasClusters(call));
 }
 
+bool IsLinearSm90(const GroupedGemmCall& call) {
+  return call.engine == EngineKind::kSm90 &&
+         FitsLinearSm90(call.shape.m, call.shape.n, call.shape.k);
+}
+
+bool IsLinearRow(const GroupedGemmCall& call) {
+  return call.shape.m == 1 && !IsLinearSm90(call) && FitsLinearRow(call.shape.n, call.shape.k);
+}
+
 cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
                       const GroupedGemmBuffers& buffers, const LinearFewCut& cut) {
   ExpertGemm gemm = {};
@@ -82,10 +93,8 @@ cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
   gemm.k = static_cast<int32_t>(call.shape.k);
   gemm.output = {buffers.y, call.type, nullptr};
   gemm.plan_is_older = call.weight_is_older;
-  if (call.engine == EngineKind::kSm90 &&
-      FitsLinearSm90(call.shape.m, call.shape.n, call.shape.k)) {
-    return LaunchLinearSm90(stream, gemm, call.shape.m);
-  }
+  if (IsLinearSm90(call)) return LaunchLinearSm90(stream, gemm, call.shape.m);
+  if (IsLinearRow(call)) return LaunchLinearRow(stream, gemm, buffers.norm, call.starts_next);
   return LaunchLinearFew(stream, gemm, call.shape.m, cut);
 }
 
@@ -97,8 +106,16 @@ int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape) {
 
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers) {
+  const LinearFewCut cut = call.is_empty() ? LinearFewCut{} : CutCall(call, buffers);
+  const bool computes_norm =
+      buffers.norm != nullptr && cut.fits() && IsLinearRow(call) && FitsInputNorm(*buffers.norm);
+  if (buffers.norm != nullptr && !computes_norm) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchAddRmsNorm(stream, buffers.norm->call, buffers.norm->buffers));
+    GroupedGemmBuffers rest = buffers;
+    rest.norm = nullptr;
+    return LaunchGroupedGemmW4A16(stream, call, rest);
+  }
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
-  const LinearFewCut cut = CutCall(call, buffers);
   if (cut.fits()) return LaunchFew(stream, call, buffers, cut);
   const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
   return ForRowChunks(call, buffers, [&](const RowChunk& chunk) {

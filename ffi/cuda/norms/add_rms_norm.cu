@@ -3,8 +3,7 @@
 //   sum = x + added                                       rounded to the type of x
 //   y = weight * sum / sqrt(mean(sum^2) + eps)            over each row
 //
-// The normalized values are float32. They are rounded to the type of the weight, multiplied by it,
-// and rounded to the type of x, as `normalize` of numerics/norms.py does.
+// norm_pieces.cuh says how values are rounded.
 //
 // Bottleneck: latency for few rows, memory bandwidth for many. One block handles a row. Each thread
 // keeps 16 bytes, or four times 16 bytes, of the sum in registers, so that a row is read once. The
@@ -20,6 +19,7 @@
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/norms/norm_pieces.cuh"
 #include "cuda/norms/normalized.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/warp_sum.cuh"
@@ -58,59 +58,23 @@ __device__ __forceinline__ T Sum(T x, T added) {
 // Needs: rows whose length is a multiple of 16 bytes, and at most kPieces * 16 bytes for each of
 // p.threads threads.
 template <typename T, typename W, int kPieces>
-__global__ void __launch_bounds__(kMaxThreads) AddRmsNorm(const NormRows p) {
-  constexpr int kWidth = 16 / sizeof(T);
-  struct alignas(16) Values {
-    T values[kWidth];
-  };
-  struct alignas(16) Weights {
-    W values[kWidth];
-  };
+__global__ void __launch_bounds__(kMaxThreads, 1) AddRmsNorm(const NormRows p) {
+  __shared__ float groups[kPieces * kMaxThreads / kWarp];
   const NormBuffers& b = p.buffers;
-  const int32_t pieces = p.h / kWidth;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * pieces;
+  NormPieces<T, W, kPieces> pieces(p.h, static_cast<int>(threadIdx.x), p.threads);
+  using Values = typename decltype(pieces)::Values;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * pieces.pieces;
   PrefetchLines(b.weight, p.h * static_cast<int>(sizeof(W)), threadIdx.x, p.threads);
   WaitAndStartNextKernel(p.starts_next);
-  Values sum[kPieces], added[kPieces];
-  Weights weight[kPieces];
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int32_t piece = threadIdx.x + i * p.threads;
-    if (piece >= pieces) continue;
-    sum[i] = static_cast<const Values*>(b.x)[row + piece];
-    if (b.added != nullptr) added[i] = static_cast<const Values*>(b.added)[row + piece];
-    weight[i] = static_cast<const Weights*>(b.weight)[piece];
+  pieces.LoadX(static_cast<const Values*>(b.x) + row);
+  if (b.added != nullptr) pieces.LoadAdded(static_cast<const Values*>(b.added) + row);
+  pieces.LoadWeight(b.weight);
+  if (b.added != nullptr) {
+    pieces.Add(
+        [&](int piece, const Values& sum) { static_cast<Values*>(b.sum)[row + piece] = sum; });
   }
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int32_t piece = threadIdx.x + i * p.threads;
-    if (piece >= pieces) continue;
-    if (b.added != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        sum[i].values[j] = Sum(sum[i].values[j], added[i].values[j]);
-      }
-      static_cast<Values*>(b.sum)[row + piece] = sum[i];
-    }
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const float value = ToFloat(sum[i].values[j]);
-      squares += value * value;
-    }
-  }
-  const float inverse_root = InverseRoot(BlockSum(squares, p.threads), p.h, p.eps);
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int32_t piece = threadIdx.x + i * p.threads;
-    if (piece >= pieces) continue;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      sum[i].values[j] =
-          Normalized<T>(ToFloat(sum[i].values[j]), inverse_root, weight[i].values[j]);
-    }
-    static_cast<Values*>(b.y)[row + piece] = sum[i];
-  }
+  pieces.Normalize(p.eps, groups,
+                   [&](int piece, const Values& y) { static_cast<Values*>(b.y)[row + piece] = y; });
 }
 
 template <typename T>

@@ -3,11 +3,17 @@
 //
 //   logits [t, e], bias [e] or null -> expert_ids [t, top_k], expert_weights [t, top_k]
 //
-// Bottleneck: latency; 64 tokens of 512 experts are only 128 KiB. One warp handles a token, and
-// lane l holds experts l, 32 + l, 64 + l, ... in registers. Each of top_k rounds finds the largest
-// key of the warp, and then the lowest expert that has this key. Lane j keeps the j-th choice. At
-// the end, lane j computes the score of its expert again, which costs less than keeping scores
-// beside the keys.
+// Bottleneck: latency; 64 tokens of 512 experts are only 128 KiB. There are two kernels:
+//
+//   Route      One warp handles a token, and lane l holds experts l, 32 + l, 64 + l, ... in
+//              registers. Each of top_k rounds finds the largest key of the warp, and then the
+//              lowest expert that has this key. Lane j keeps the j-th choice.
+//   RouteFew   For few tokens of up to kRankedExperts experts. A block handles a token, with a
+//              thread for each expert. The thread counts the keys before its own, which is the
+//              place of its expert. The place does not need top_k rounds, one after the other.
+//
+// At the end, lane j computes the score of the j-th choice again, which costs less than keeping
+// scores beside the keys.
 //
 // A key is a float that is mapped to an unsigned number of the same order, so that one instruction
 // (redux) finds a maximum. The order is that of lax.top_k: -0 is below +0, NaN is above everything,
@@ -30,6 +36,8 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
+constexpr int kRankedExperts = 256;  // the most of RouteFew
+constexpr int kFewTokens = 128;      // its most tokens, which devices can run at once
 constexpr uint32_t kNoKey = 0;
 constexpr uint32_t kNanKey = 0xffffffffu;
 constexpr uint32_t kLowestKey = 0x007fffffu;  // the key of minus infinity
@@ -187,6 +195,23 @@ __device__ __forceinline__ Softmax ChoiceKeys(const RouterCall& call, const floa
   return softmax;
 }
 
+// Stores choice `lane` of a token: expert `mine`, with its logit. Whole warps call it.
+template <RouterScore kScore>
+__device__ __forceinline__ void Finish(const RouterCall& call, const RouterBuffers& p,
+                                       int64_t token, int lane, int mine, float logit,
+                                       Softmax softmax) {
+  const bool chosen = lane < call.top_k;
+  if (call.select_logits && kScore == RouterScore::kSoftmax) {
+    const float only[1] = {logit};
+    softmax = SoftmaxOf(only);
+  }
+  float weight = chosen ? Score<kScore>(logit, softmax) : 0.0f;
+  if (call.renormalize) weight = Divide(weight, WarpSum(weight) + kTiny);
+  if (!chosen) return;
+  p.expert_ids[token * call.top_k + lane] = mine;
+  p.expert_weights[token * call.top_k + lane] = weight * call.scaling;
+}
+
 template <int kPerLane, RouterScore kScore>
 __global__ void __launch_bounds__(kThreads, 1) Route(const RouterCall call, const RouterBuffers p) {
   __shared__ uint32_t rows[kWarps][33 * kPerLane];
@@ -208,17 +233,62 @@ __global__ void __launch_bounds__(kThreads, 1) Route(const RouterCall call, cons
     if (lane == choice) mine = best;
   }
 
-  const bool chosen = lane < call.top_k;
-  const float logit = chosen ? logits[mine] : -INFINITY;
-  if (call.select_logits && kScore == RouterScore::kSoftmax) {
-    const float only[1] = {logit};
-    softmax = SoftmaxOf(only);
+  const float logit = lane < call.top_k ? logits[mine] : -INFINITY;
+  Finish<kScore>(call, p, token, lane, mine, logit, softmax);
+}
+
+// As Route, for experts without groups. Softmax scores must be chosen by their logits: otherwise
+// all scores need the sum of all experts.
+template <RouterScore kScore>
+__global__ void __launch_bounds__(kRankedExperts, 1)
+    RouteFew(const RouterCall call, const RouterBuffers p) {
+  __shared__ uint4 keys[kRankedExperts / 4];
+  __shared__ int32_t chosen[kMaxTopK];
+  __shared__ float chosen_logits[kMaxTopK];
+  const int expert = static_cast<int>(threadIdx.x), lane = expert % 32, warp = expert / 32;
+  const int warps = (call.e + 31) / 32;
+  const int64_t token = static_cast<int64_t>(blockIdx.x);
+  const bool exists = expert < call.e;
+  if (p.bias != nullptr) PrefetchLines(p.bias, 4 * call.e, threadIdx.x, 32 * warps);
+  WaitForPrecedingKernel();
+  StartNextKernel();
+  const float logit = exists ? p.logits[token * call.e + expert] : -INFINITY;
+  const float bias = exists && p.bias != nullptr ? p.bias[expert] : 0.0f;
+  const float value = call.select_logits ? logit : Score<kScore>(logit, Softmax()) + bias;
+  const uint32_t key = exists ? KeyOf(value) : kNoKey;
+  reinterpret_cast<uint32_t*>(keys)[expert] = key;
+  __syncthreads();
+  // The place of this expert: larger keys come before it, and equal ones of lower experts.
+  int place = __popc(__match_any_sync(kAllLanes, key) & ((1u << lane) - 1));
+#pragma unroll 1
+  for (int other = 0; other < warps; ++other) {
+    const uint32_t least = other < warp ? key : key + 1;
+    if (least == 0) continue;  // no key is above the largest one
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint4 its = keys[8 * other + i];
+      const uint32_t of[4] = {its.x, its.y, its.z, its.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) place += of[j] >= least ? 1 : 0;
+    }
   }
-  float weight = chosen ? Score<kScore>(logit, softmax) : 0.0f;
-  if (call.renormalize) weight = Divide(weight, WarpSum(weight) + kTiny);
-  if (!chosen) return;
-  p.expert_ids[token * call.top_k + lane] = mine;
-  p.expert_weights[token * call.top_k + lane] = weight * call.scaling;
+  if (exists && place < call.top_k) {
+    chosen[place] = expert;
+    chosen_logits[place] = logit;
+  }
+  __syncthreads();
+  if (warp > 0) return;
+  const bool is_choice = lane < call.top_k;
+  Finish<kScore>(call, p, token, lane, is_choice ? chosen[lane] : 0,
+                 is_choice ? chosen_logits[lane] : -INFINITY, Softmax());
+}
+
+// Returns whether RouteFew takes the call. It has more threads for a token, and is faster where
+// they would be idle otherwise.
+bool FitsRouteFew(const RouterCall& call) {
+  const bool is_alone = call.select_logits || call.score != RouterScore::kSoftmax;
+  return is_alone && call.e > 0 && call.e <= kRankedExperts &&
+         call.groups_kept == call.num_groups && call.t <= kFewTokens;
 }
 
 // Launches the instance that needs the fewest registers to hold all experts.
@@ -231,16 +301,24 @@ cudaError_t LaunchRouteOf(cudaStream_t stream, const RouterCall& call, const Rou
   return LaunchWide(stream, grid, kThreads, 0, /*overlaps=*/true, Route<kPerLane, kScore>, call, p);
 }
 
+template <RouterScore kScore>
+cudaError_t LaunchScored(cudaStream_t stream, const RouterCall& call, const RouterBuffers& p) {
+  if (!FitsRouteFew(call)) return LaunchRouteOf<1, kScore>(stream, call, p);
+  const dim3 grid(static_cast<unsigned>(call.t));
+  return LaunchWide(stream, grid, 32 * static_cast<int>(CeilDiv(call.e, 32)), 0, /*overlaps=*/true,
+                    RouteFew<kScore>, call, p);
+}
+
 }  // namespace
 
 cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& p) {
   switch (call.score) {
     case RouterScore::kSoftmax:
-      return LaunchRouteOf<1, RouterScore::kSoftmax>(stream, call, p);
+      return LaunchScored<RouterScore::kSoftmax>(stream, call, p);
     case RouterScore::kSigmoid:
-      return LaunchRouteOf<1, RouterScore::kSigmoid>(stream, call, p);
+      return LaunchScored<RouterScore::kSigmoid>(stream, call, p);
     case RouterScore::kSqrtSoftplus:
-      return LaunchRouteOf<1, RouterScore::kSqrtSoftplus>(stream, call, p);
+      return LaunchScored<RouterScore::kSqrtSoftplus>(stream, call, p);
   }
   return cudaErrorInvalidValue;
 }

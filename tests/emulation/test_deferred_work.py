@@ -1,0 +1,199 @@
+"""Test kernels that do the work of the kernel before them: one launch has the bits of two."""
+
+import dataclasses
+
+import cuda_emulation
+import deferred_emulation
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from head_suite import Call
+from linear_few_suite import make_linear
+
+from jax_nvfp4_moe.backends.heads import HeadOptions
+from jax_nvfp4_moe.numerics.rope import Rope
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+H200 = 132  # multiprocessors
+PAIRS = ("bfloat16-bfloat16", "bfloat16-float32", "float16-float16")
+
+
+def make_norm(h, pair):
+    """Return x, the addend and the weight of a norm of one row."""
+    dtype, weight_dtype = (jnp.dtype(name) for name in pair.split("-"))
+    rng = np.random.default_rng(h)
+    x, added = (np.asarray(rng.normal(0, 1, (1, h)), dtype) for _ in range(2))
+    return x, added, np.asarray(rng.normal(1, 0.3, h), weight_dtype)
+
+
+def assert_equal(run, *, saved):
+    """Assert that `run` has the same bits with as many launches less as are `saved`."""
+    (together, count), (apart, others) = run(together=True), run(together=False)
+    assert others - count == saved
+    assert together == apart
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("pair", PAIRS)
+# The row has one piece of 16 bytes, then one or two for each thread, and as many as fit.
+@pytest.mark.parametrize(("n", "k"), [(1, 8), (128, 2048), (77, 2056), (24, 4096)])
+def test_a_dense_layer_normalizes_its_row(library, n, k, pair, added, older):
+    norm = make_norm(k, pair)
+    norm = norm if added else (norm[0], None, norm[2])
+    rng = np.random.default_rng(n)
+    weight = np.asarray(rng.normal(0, 1, (n, k)), norm[0].dtype)
+    bias = np.float32(rng.normal(0, 1, n)) if added else None
+
+    def run(**options):
+        return deferred_emulation.norm_and_dense(
+            library, norm, weight, bias, H200, older=older, **options
+        )
+
+    assert_equal(run, saved=1)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "pair"),
+    [
+        (300 * 8, 256, "bfloat16-bfloat16"),  # more outputs than run at once: dense_few.cu
+        (8, 4104, "bfloat16-bfloat16"),  # a row of more pieces than the block has
+        (8, 64, "bfloat16-float16"),  # types that only the kernel of the norm has
+    ],
+)
+def test_a_dense_layer_leaves_other_norms_to_their_kernel(library, n, k, pair):
+    norm = make_norm(k, pair)
+    weight = np.asarray(np.random.default_rng(n).normal(0, 1, (n, k)), norm[0].dtype)
+
+    def run(**options):
+        return deferred_emulation.norm_and_dense(
+            library, norm, weight, None, H200, older=True, **options
+        )
+
+    assert_equal(run, saved=0)
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("engine", ["sm80", "sm90"])
+@pytest.mark.parametrize(("n", "k"), [(16, 16), (77, 2032), (40, 2064), (24, 4096)])
+def test_a_linear_layer_normalizes_its_row(library, engine, n, k, pair, older):
+    norm = make_norm(k, pair)
+    numbers = "f16-none" if pair.startswith("float16") else "bf16-none"
+    product = make_linear((1, n, k), numbers).operands
+
+    def run(**options):
+        with cuda_emulation.capability(library, {"sm80": 8, "sm90": 9}[engine]):
+            return deferred_emulation.norm_and_linear(
+                library, engine, norm, product, H200, older=older, **options
+            )
+
+    assert_equal(run, saved=1)
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 4112), (5120, 512)])
+def test_a_linear_layer_leaves_other_norms_to_their_kernel(library, n, k):
+    """A row of more pieces than the block has, and more outputs on few multiprocessors."""
+    norm, product = make_norm(k, PAIRS[0]), make_linear((1, n, k), "bf16-none").operands
+
+    def run(**options):
+        with cuda_emulation.capability(library, 9):
+            return deferred_emulation.norm_and_linear(
+                library, "sm90", norm, product, 7, older=True, **options
+            )
+
+    assert_equal(run, saved=0)
+
+
+# Query heads, key heads, width, rotated channels, room, positions, and options.
+TOKENS = {
+    "one head": ((1, 1), 8, 8, 4, (3,), {}),
+    "groups": ((8, 2), 64, 64, 300, (0, 63, 64, 299), {}),
+    "full cache": ((16, 1), 128, 128, 130, (129, 128), {}),
+    "part rotates": ((6, 2), 128, 64, 200, (70, 5), {}),
+    "outside": ((4, 2), 64, 32, 70, (70, 69, 2**30), {}),
+    "window": ((4, 2), 64, 64, 700, (640, 64, 0), {"window": 65}),
+    "window of one": ((4, 2), 64, 64, 90, (64, 0), {"window": 1}),
+    "chunk": ((4, 2), 64, 64, 700, (640, 64, 639), {"chunk": 64}),
+    "parts": ((8, 1), 128, 128, 1100, (1050,), {}),
+    "parts without keys": ((8, 1), 128, 128, 2000, (300, 2), {}),
+    "wide": ((4, 2), 256, 64, 600, (500, 0), {"gated": True}),
+    "between": ((3, 1), 192, 192, 100, (77,), {"rotates_first": True}),
+    "no norms": ((4, 4), 64, 0, 100, (50,), {"norms": False}),
+    "sinks": ((4, 2), 64, 64, 100, (64, 7), {"sinks": True}),
+}
+
+
+def make_token(name, pair):
+    """Return a `head_suite.Call` of one token for each row, and the options of attention."""
+    (n, m), width, rotated, room, positions, options = TOKENS[name]
+    options = dict(options)
+    dtype, weight_dtype = (jnp.dtype(part) for part in pair.split("-"))
+    rng, b, half = np.random.default_rng(len(name)), len(positions), rotated // 2
+    gated, norms = options.pop("gated", False), options.pop("norms", True)
+    if options.get("sinks"):
+        options["sinks"] = np.float32(rng.normal(0, 1, n))
+
+    def normal(*shape):
+        return np.asarray(rng.normal(0, 1, shape), dtype)
+
+    weights = tuple(np.asarray(rng.normal(1, 0.3, width), weight_dtype) for _ in range(2))
+    frequencies = tuple(float(1e4 ** (-i / half)) for i in range(half))
+    call = Call(
+        normal(b, 1, ((2 if gated else 1) * n + 2 * m) * width),
+        np.int32(positions).reshape(-1, 1),
+        normal(b, m, room, width),
+        normal(b, m, room, width),
+        weights if norms else None,
+        HeadOptions(
+            Rope(frequencies, 1.5) if half else None,
+            1e-6,
+            options.pop("rotates_first", False),
+            gated,
+        ),
+    )
+    return call, options
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("shared_bytes", [99 << 10, cuda_emulation.HOPPER_SHARED_BYTES])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("name", TOKENS)
+def test_attention_prepares_the_heads_of_a_token(library, name, pair, shared_bytes, older):
+    call, options = make_token(name, pair)
+
+    def run(**given):
+        return deferred_emulation.heads_and_attention(
+            library, call, older=older, shared_bytes=shared_bytes, **options, **given
+        )
+
+    assert_equal(run, saved=1)
+
+
+def test_the_new_key_and_value_take_their_place(library):
+    """Stale numbers at the place of the new token change nothing, even if they are NaN."""
+    call, _ = make_token("groups", PAIRS[0])
+    stale = call.keys.copy(), call.values.copy()
+    for row, position in enumerate(call.positions[:, 0]):
+        for array in stale:
+            array[row, :, position] = np.nan
+    shared = cuda_emulation.HOPPER_SHARED_BYTES
+    run = deferred_emulation.heads_and_attention
+    clean, _ = run(library, call, older=True, together=True, shared_bytes=shared)
+    other = dataclasses.replace(call, keys=stale[0], values=stale[1])
+    assert run(library, other, older=True, together=True, shared_bytes=shared)[0] == clean
+
+
+def test_attention_leaves_large_groups_to_the_kernel_of_heads(library):
+    rng = np.random.default_rng(0)
+    call, _ = make_token("one head", PAIRS[0])
+    qkv = np.asarray(rng.normal(0, 1, (1, 1, (17 + 2) * 8)), call.qkv.dtype)
+    call = dataclasses.replace(call, qkv=qkv)
+
+    def run(**given):
+        return deferred_emulation.heads_and_attention(
+            library, call, older=True, shared_bytes=99 << 10, **given
+        )
+
+    assert_equal(run, saved=0)

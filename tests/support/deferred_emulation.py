@@ -1,0 +1,96 @@
+"""Call pairs of kernels that run as one, which `cuda_emulation` compiles for the CPU.
+
+Each function returns all results of the pair, and the number of its launches. If `together`, the
+second kernel does the work of the first one.
+"""
+
+import ctypes
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from attention_emulation import _attention_shape, _heads_call
+from cuda_emulation import _ENGINES, _TYPES, _array, _ProductShape, _run, _weights
+from dense_emulation import _dense_call
+
+from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
+
+_EPS = ctypes.c_float(1e-6)
+
+
+def _counted(library, *arguments, **options):
+    results = _run(library, *arguments, **options)
+    return [array.tobytes() for array in results], library.launch_count()
+
+
+def norm_and_dense(library, norm, weight, bias, multiprocessors, *, older, together):
+    """Normalize the row ``x + added``, and multiply it by plain weights with float32 sums."""
+    x, added, norm_weight = norm
+    (n, k), bias_size = weight.shape, 0 if bias is None else bias.dtype.itemsize
+    sizes = _dense_call(
+        (x.dtype, weight.dtype, np.float32), 1, n, k, bias_size=bias_size, older=older
+    )
+    call = functools.partial(
+        library.norm_and_dense,
+        *(_TYPES[norm_weight.dtype.name], _EPS, ctypes.byref(sizes), int(together)),
+    )
+    operands = [x, _array(added), norm_weight, weight, bias]
+    return _counted(library, call, operands, [x, x, np.empty(n, np.float32)], 0, multiprocessors)
+
+
+def norm_and_linear(library, engine, norm, product, multiprocessors, *, older, together):
+    """Normalize the row ``x + added``, and multiply it by NVFP4 weights.
+
+    `product` has the operands of `cuda_emulation.grouped_gemm`; its x is not used.
+    """
+    x, added, norm_weight = norm
+    _, packed, block_scale, global_scale, input_scale, bias, _ = product
+    n, k = packed.shape[1], x.shape[1]
+    packed, block_scale = to_layout(
+        jnp.asarray(packed), jnp.asarray(block_scale), find_layout("mma_64x64")
+    )
+    shape = _ProductShape(1, n, n, k, 1, global_scale.shape[1])
+    call = functools.partial(
+        library.norm_and_linear,
+        *(_TYPES[norm_weight.dtype.name], _EPS, ctypes.byref(shape), _TYPES[x.dtype.name]),
+        *(_ENGINES[engine], int(older), int(together)),
+    )
+    size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
+    weights = map(_array, _weights(packed, block_scale, global_scale, input_scale, bias))
+    operands = [x, _array(added), norm_weight, *weights]
+    return _counted(library, call, operands, [x, x, np.empty(n, x.dtype)], size, multiprocessors)
+
+
+def heads_and_attention(
+    library, call, *, older, together, multiprocessors=132, shared_bytes, **options
+):
+    """Prepare the heads of `head_suite.Call`, and compute their attention.
+
+    Without `together`, the results are those of two calls; otherwise there are no queries, which
+    this leaves out in both cases. `options` are those of `ops.attention`.
+    """
+    sizes, (b, t, n, d) = _heads_call(call)
+    shape = _attention_shape(np.empty((b, t, n, d)), call.keys, call.values)
+    window, chunk = options.get("window") or 0, options.get("chunk") or 0
+    bound = functools.partial(
+        library.heads_and_attention,
+        *(ctypes.byref(sizes), ctypes.byref(shape), ctypes.c_float(d**-0.5)),
+        *(window, chunk, int(older), int(together)),
+    )
+    weights = (None, None) if call.weights is None else call.weights
+    rope = call.options.rope
+    frequencies = np.float32(() if rope is None else rope.frequencies)
+    operands = [call.qkv, call.positions, *weights, frequencies, _array(options.get("sinks"))]
+    likes = [np.empty((b, t, n, d), call.qkv.dtype)] * 2
+    size = library.attention_workspace_bytes(ctypes.byref(shape))
+    (y, _, *cache), launches = _counted(
+        library,
+        bound,
+        operands,
+        likes,
+        size,
+        multiprocessors,
+        shared_bytes,
+        in_place=(call.keys, call.values),
+    )
+    return [y, *cache], launches
