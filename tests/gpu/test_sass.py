@@ -72,8 +72,9 @@ FP4_ROWS = (16, 32, 64, 128)  # rows of the tiles of ExpertGemmSm120, for two dt
 RESERVED_SHARED_BYTES = 1024
 # The kernels that may overlap with any preceding kernel (launch_kernel.cuh). Those of the first two
 # kinds touch no memory before they wait, except for prefetches. Those of the first kind are short,
-# and in a chain they start the next kernel before they wait. So does LinearRow, which reads weights. Those of the third kind know what the
-# preceding kernel writes, or what a chain does not write, and may read something else.
+# and in a chain they start the next kernel before they wait. LinearRow does so, and reads weights.
+# Those of the third kind know what the preceding kernel writes, or what a chain does not write, and
+# may read something else.
 START_FIRST = (
     "AddRmsNorm",
     "AddRmsNormAny",

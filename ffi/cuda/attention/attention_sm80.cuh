@@ -379,6 +379,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
         __syncthreads();
       }
       token.Prepare(count, raw, pass == 1 && fresh_tile >= 0, shared, &fresh);
+      if (pass == 0) __syncthreads();  // all warps have read what the heads take the place of
     }
   } else {
     if (F::kSplits && starts_early) PrefetchKeys<F>(p, head_index, keys);
