@@ -44,8 +44,8 @@ def chain_calls(function: Callable) -> Callable:
     Successive calls also run beside the calls ahead of them, on a second stream, if they do not
     need their results. Shared experts thus run beside the router and the routed experts.
 
-    For one token, some kernels do the work of the call ahead of them, too. A linear layer normalizes
-    its row (`ops.add_rms_norm`), and attention prepares its heads (`ops.prepare_heads`).
+    For one token, some kernels do the work of the call ahead of them, too. A linear layer
+    normalizes its row (`ops.add_rms_norm`), and attention prepares its heads (`ops.prepare_heads`).
 
     A chain has kernels that follow each other and depend on nothing but each other's results and
     on arrays that exist before. Any other operation on a result, such as a matrix product by XLA,

@@ -15,8 +15,9 @@ from machine_code import (
 
 pytestmark = pytest.mark.cuda_build
 
-# Instances of AttentionSm80, for two dtypes each: 17 forms of tiles with keys of 16 bits, of which
-# nine also prepare heads, with weights of two types; and 12 with keys in FP8.
+# Instances of AttentionSm80, for two dtypes each: 17 forms of tiles with keys of 16 bits, and 12
+# with keys in FP8. Nine of the former also exist with heads that they prepare, for weights of two
+# types.
 ATTENTION_KERNELS, FP8_ATTENTION_KERNELS = 2 * (17 + 2 * 9), 24
 # Rows of a tile of LatentAttention -> the MMAs of a warp for a tile of 32 keys. For the scores, it
 # has its share of keys and of 16 rows for each of its steps in 64 channels. A loop over these steps

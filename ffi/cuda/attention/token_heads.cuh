@@ -1,5 +1,5 @@
 // Prepares the heads of one new token inside of the kernel of attention: norms, rotation, and the
-// write into the cache, as heads/prepare_heads.cu does for any number of tokens.
+// write into the cache. heads/prepare_heads.cu does the same for any number of tokens.
 //
 // A block has the query heads of one key head, which are all its rows, and their key and value. Its
 // warps take one head after the other from shared memory. Every block that computes attention for
