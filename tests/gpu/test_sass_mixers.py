@@ -16,9 +16,9 @@ from machine_code import (
 pytestmark = pytest.mark.cuda_build
 
 # Instances of AttentionSm80, for two dtypes each: 17 forms of tiles with keys of 16 bits, and 12
-# with keys in FP8. Nine of the former also exist with heads that they prepare, for weights of two
+# with keys in FP8. Eight of the former also exist with heads that they prepare, for weights of two
 # types.
-ATTENTION_KERNELS, FP8_ATTENTION_KERNELS = 2 * (17 + 2 * 9), 24
+ATTENTION_KERNELS, FP8_ATTENTION_KERNELS = 2 * (17 + 2 * 8), 24
 # Rows of a tile of LatentAttention -> the MMAs of a warp for a tile of 32 keys. For the scores, it
 # has its share of keys and of 16 rows for each of its steps in 64 channels. A loop over these steps
 # is unrolled three times up to 32 rows. For the output, it has its channels of all rows and keys.
@@ -53,7 +53,8 @@ def test_attention_copies_while_it_multiplies(code, arch):
     for name, count in attention.items():
         assert count["HMMA"] >= 16, name
         assert count["LDSM"] >= 8, name
-        assert count["LDGSTS"] >= 5, name
+        # A kernel that prepares heads copies no queries.
+        assert count["LDGSTS"] >= (5 if "NoHeads" in name else 4), name
         assert count["MUFU"] >= 8, name
 
 

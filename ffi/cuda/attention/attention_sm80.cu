@@ -15,6 +15,8 @@
 //
 // Needs: widths that are multiples of 8 up to 256. Test:
 // tests/emulation/test_emulation_attention.py.
+#include <type_traits>
+
 #include "cuda/attention/attention_sm80.cuh"
 
 namespace nvfp4 {
@@ -36,7 +38,9 @@ cudaError_t LaunchFewRows(cudaStream_t stream, const AttentionGrid& grid) {
     const bool is_alone = grid.splits == 1 && grid.call.shape.b * grid.call.shape.m <= kFewTiles;
     if (is_alone && Fits<Alone>(1)) return LaunchForm<T, Alone, W>(stream, grid);
   }
-  if constexpr (kBlocks * ThreeStages::kBytes <= kMostSharedBytes) {
+  // With wide rows, three stages and the heads of a token would spill registers.
+  constexpr bool kSpills = kWide && !std::is_same_v<W, NoHeads>;
+  if constexpr (kBlocks * ThreeStages::kBytes <= kMostSharedBytes && !kSpills) {
     if (Fits<ThreeStages>(kBlocks)) return LaunchForm<T, ThreeStages, W>(stream, grid);
   }
   if constexpr (kWide) {  // 8.6, 8.9 and 12.x have at most 99 KiB of shared memory for a block

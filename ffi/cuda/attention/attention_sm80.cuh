@@ -356,15 +356,12 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     if (row < F::kRows && at.first_row + row < p.rows) p.parts.sums[part_row + row] = {0.0f, 0.0f};
     return;
   }
-  int fresh_tile = -1, fresh_row = 0;  // where the new key of a token lies
   if constexpr (kPrepares) {
     copy_first();
     const Token token(heads, at.row_in_batch, at.head, p.group);
     const int place = token.position() - keys.begin;
-    if (place >= 0 && place < keys.end - keys.begin && place < keys.count * F::kKeys) {
-      fresh_tile = place / F::kKeys;
-      fresh_row = place % F::kKeys;
-    }
+    const bool visits = place >= 0 && place < min(keys.end - keys.begin, keys.count * F::kKeys);
+    if (threadIdx.x == 0) fresh.place = visits ? place : -1;
     uint8_t* const raw = shared + F::kQueryBytes + (F::kStages - 1) * F::kStageBytes;
     static_assert(Token::kRawBytes <= F::kStageBytes, "the last stage is not filled yet");
     // The first pass takes the place of the wait. It prepares numbers that do not matter, one head
@@ -378,7 +375,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
         count = p.group + 2;
         __syncthreads();
       }
-      token.Prepare(count, raw, pass == 1 && fresh_tile >= 0, shared, &fresh);
+      token.Prepare(count, raw, pass == 1 && visits, shared, &fresh);
       if (pass == 0) __syncthreads();  // all warps have read what the heads take the place of
     }
   } else {
@@ -411,8 +408,9 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     }
     uint8_t* const stage = shared + F::kQueryBytes + index % F::kStages * F::kStageBytes;
     if constexpr (kPrepares) {
-      if (index == fresh_tile) {
-        Token::PutInto(fresh_row, fresh, stage, stage + F::kKeyBytes);
+      const int row = fresh.place - index * F::kKeys;
+      if (row >= 0 && row < F::kKeys) {
+        Token::PutInto(row, fresh, stage, stage + F::kKeyBytes);
         __syncthreads();
       }
     }

@@ -30,6 +30,7 @@ class TokenHeads {
   static constexpr int kRawBytes = kMaxHeads * F::kWidth * 2;
   struct alignas(16) Fresh {
     T key[F::kWidth], value[F::kWidth];
+    int place;  // among the keys that the block visits; -1 if it does not visit the new one
   };
 
   // Reads the weights and frequencies. `head` is the key head of row `row` of the batch.
@@ -56,7 +57,8 @@ class TokenHeads {
       }
     };
     clear(queries, F::kQueryBytes);
-    clear(fresh, sizeof(Fresh));
+    clear(fresh->key, sizeof(fresh->key));
+    clear(fresh->value, sizeof(fresh->value));
   }
 
   // Copies the heads of the block to `raw`.

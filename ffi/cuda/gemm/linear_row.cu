@@ -72,8 +72,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     LinearRow(const __grid_constant__ ExpertGemm p, const InputNormRow norm, const RowSizes sizes,
               const TileConstants constants) {
   // Weight tiles of a warp that are unpacked before x arrives.
-  constexpr int kReady = std::is_same_v<N, float> ? 1 : 2;
-  NVFP4_DYNAMIC_SHARED(shared);  // the rings of all warps, then x
+  constexpr bool kMuch = std::is_same_v<N, float> || (kRefills && !std::is_same_v<N, NoNorm>);
+  constexpr int kReady = kMuch ? 1 : 2;  // two would spill registers beside some norms
+  NVFP4_DYNAMIC_SHARED(shared);          // the rings of all warps, then x
   __shared__ float4 partials[kThreads];
   __shared__ float groups[kNormPieces * kWarps];
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);

@@ -62,19 +62,17 @@ __global__ void __launch_bounds__(kMaxThreads, 1) AddRmsNorm(const NormRows p) {
   __shared__ float groups[kPieces * kMaxThreads / kWarp];
   const NormBuffers& b = p.buffers;
   NormPieces<T, W, kPieces> pieces(p.h, static_cast<int>(threadIdx.x), p.threads);
-  using Values = typename decltype(pieces)::Values;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * pieces.pieces;
   PrefetchLines(b.weight, p.h * static_cast<int>(sizeof(W)), threadIdx.x, p.threads);
   WaitAndStartNextKernel(p.starts_next);
-  pieces.LoadX(static_cast<const Values*>(b.x) + row);
-  if (b.added != nullptr) pieces.LoadAdded(static_cast<const Values*>(b.added) + row);
+  pieces.LoadX(static_cast<const uint4*>(b.x) + row);
+  if (b.added != nullptr) pieces.LoadAdded(static_cast<const uint4*>(b.added) + row);
   pieces.LoadWeight(b.weight);
   if (b.added != nullptr) {
-    pieces.Add(
-        [&](int piece, const Values& sum) { static_cast<Values*>(b.sum)[row + piece] = sum; });
+    pieces.Add([&](int piece, const uint4& sum) { static_cast<uint4*>(b.sum)[row + piece] = sum; });
   }
   pieces.Normalize(p.eps, groups,
-                   [&](int piece, const Values& y) { static_cast<Values*>(b.y)[row + piece] = y; });
+                   [&](int piece, const uint4& y) { static_cast<uint4*>(b.y)[row + piece] = y; });
 }
 
 template <typename T>

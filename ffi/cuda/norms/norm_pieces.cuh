@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"
@@ -26,21 +27,33 @@ namespace nvfp4 {
 template <typename T>
 constexpr int kNormWidth = 16 / static_cast<int>(sizeof(T));  // values of a piece
 
+// 16 bytes of values in registers, two at a time. The bytes are loaded and stored at once, which
+// the compiler does not do for each struct of words.
+template <typename T>
+struct WordsOf16 {
+  static constexpr int kCount = kNormWidth<T> / 2;
+  Word<T> words[kCount];
+
+  __device__ __forceinline__ explicit WordsOf16(const uint4& bytes) {
+    memcpy(words, &bytes, sizeof(bytes));
+  }
+  __device__ __forceinline__ uint4 Bytes() const {
+    uint4 bytes;
+    memcpy(&bytes, words, sizeof(bytes));
+    return bytes;
+  }
+};
+
 // The pieces of thread `thread` of `threads` of the block, a multiple of 32: piece `thread`, then
 // each threads-th one, up to kPieces of them.
 template <typename T, typename W, int kPieces>
 struct NormPieces {
   static constexpr int kWidth = kNormWidth<T>;
-  struct alignas(16) Values {
-    Word<T> words[kWidth / 2];
-  };
-  struct alignas(16) Weights {
-    Word<W> words[kWidth / 2];
-  };
+  static constexpr int kWeights = static_cast<int>(sizeof(W)) * kWidth / 16;  // 16 bytes each
 
   int pieces, thread, threads;
-  Values x[kPieces] = {}, added[kPieces];
-  Weights weight[kPieces];
+  uint4 x[kPieces] = {}, added[kPieces];
+  uint4 weight[kPieces][kWeights];
 
   __device__ __forceinline__ NormPieces(int32_t h, int own, int all)
       : pieces(h / kWidth), thread(own), threads(all) {}
@@ -56,24 +69,32 @@ struct NormPieces {
   }
 
   __device__ __forceinline__ void LoadX(const void* row) {
-    Each([&](int i, int piece) { x[i] = static_cast<const Values*>(row)[piece]; });
+    Each([&](int i, int piece) { x[i] = static_cast<const uint4*>(row)[piece]; });
   }
   __device__ __forceinline__ void LoadAdded(const void* row) {
-    Each([&](int i, int piece) { added[i] = static_cast<const Values*>(row)[piece]; });
+    Each([&](int i, int piece) { added[i] = static_cast<const uint4*>(row)[piece]; });
   }
   __device__ __forceinline__ void LoadWeight(const void* row) {
-    Each([&](int i, int piece) { weight[i] = static_cast<const Weights*>(row)[piece]; });
+    Each([&](int i, int piece) {
+#pragma unroll
+      for (int j = 0; j < kWeights; ++j) {
+        weight[i][j] = static_cast<const uint4*>(row)[piece * kWeights + j];
+      }
+    });
   }
 
   // Adds what LoadAdded has loaded to x, and calls store(piece, sum).
   template <typename Store>
   __device__ __forceinline__ void Add(const Store& store) {
     Each([&](int i, int piece) {
+      WordsOf16<T> sum(x[i]);
+      const WordsOf16<T> more(added[i]);
 #pragma unroll
-      for (int j = 0; j < kWidth / 2; ++j) {
-        const float2 own = ToFloats(x[i].words[j]), other = ToFloats(added[i].words[j]);
-        x[i].words[j] = FromFloats<T>(own.x + other.x, own.y + other.y);
+      for (int j = 0; j < sum.kCount; ++j) {
+        const float2 own = ToFloats(sum.words[j]), other = ToFloats(more.words[j]);
+        sum.words[j] = FromFloats<T>(own.x + other.x, own.y + other.y);
       }
+      x[i] = sum.Bytes();
       store(piece, x[i]);
     });
   }
@@ -85,10 +106,11 @@ struct NormPieces {
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
+      const WordsOf16<T> own(x[i]);
       float squares = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kWidth / 2; ++j) {
-        const float2 values = ToFloats(x[i].words[j]);
+      for (int j = 0; j < own.kCount; ++j) {
+        const float2 values = ToFloats(own.words[j]);
         squares += values.x * values.x;
         squares += values.y * values.y;
       }
@@ -101,13 +123,15 @@ struct NormPieces {
     for (int group = lane; group < kPieces * warps; group += 32) squares += groups[group];
     const float inverse_root = InverseRoot(WarpSum(squares), pieces * kWidth, eps);
     Each([&](int i, int piece) {
-      Values y;
+      WordsOf16<T> y(x[i]);
 #pragma unroll
-      for (int j = 0; j < kWidth / 2; ++j) {
+      for (int j = 0; j < y.kCount; ++j) {
+        constexpr int kInPiece = WordsOf16<W>::kCount;
+        const WordsOf16<W> weights(weight[i][j / kInPiece]);
         y.words[j] =
-            NormalizedWord<T, W>(ToFloats(x[i].words[j]), inverse_root, weight[i].words[j]);
+            NormalizedWord<T, W>(ToFloats(y.words[j]), inverse_root, weights.words[j % kInPiece]);
       }
-      store(piece, y);
+      store(piece, y.Bytes());
     });
   }
 };
@@ -140,15 +164,14 @@ __device__ __forceinline__ void LoadInput(const InputNormRow& norm, Pieces& piec
 template <typename Pieces>
 __device__ __forceinline__ void FinishNorm(const InputNormRow& norm, bool writes, float* groups,
                                            uint8_t* row, Pieces& pieces) {
-  using Values = typename Pieces::Values;
   if (norm.buffers.added != nullptr) {
-    pieces.Add([&](int piece, const Values& sum) {
-      if (writes) static_cast<Values*>(norm.buffers.sum)[piece] = sum;
+    pieces.Add([&](int piece, const uint4& sum) {
+      if (writes) static_cast<uint4*>(norm.buffers.sum)[piece] = sum;
     });
   }
-  pieces.Normalize(norm.eps, groups, [&](int piece, const Values& y) {
-    reinterpret_cast<Values*>(row)[piece] = y;
-    if (writes) static_cast<Values*>(norm.buffers.y)[piece] = y;
+  pieces.Normalize(norm.eps, groups, [&](int piece, const uint4& y) {
+    reinterpret_cast<uint4*>(row)[piece] = y;
+    if (writes) static_cast<uint4*>(norm.buffers.y)[piece] = y;
   });
 }
 
