@@ -18,7 +18,7 @@ enum class State { kReady, kAtClusterBarrier, kAtBlockBarrier, kAtWarpBarrier, k
 struct Fiber {
   ucontext_t context;  // where it starts
   jmp_buf place;       // where it goes on; unlike swapcontext, jumps make no system call
-  bool started;
+  bool started;        // a fiber that is done goes on with the next block
   State state;
 };
 
@@ -41,15 +41,19 @@ const std::function<void()>* kernel;
 }
 
 void Enter() {
-  (*kernel)();
-  ++progress;
-  Switch(State::kDone);
+  while (true) {
+    (*kernel)();
+    ++progress;
+    Switch(State::kDone);
+  }
 }
 
-void Start(int threads) {
-  for (int i = 0; i < threads; ++i) {
+// Makes fibers for so many threads, with new stacks.
+void MakeFibers(size_t threads) {
+  fibers.resize(threads);
+  stacks.resize(threads * kStackBytes);
+  for (size_t i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
-    fiber.state = State::kReady;
     fiber.started = false;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stacks.data() + i * kStackBytes;
@@ -71,7 +75,7 @@ void Open(State state, int begin, int end) {
 // Runs the blocks of a cluster, of which `first` is the first.
 void RunCluster(unsigned first, int cluster, bool backwards) {
   const int block_size = static_cast<int>(block_threads), threads = cluster * block_size;
-  Start(threads);
+  for (int i = 0; i < threads; ++i) fibers[i].state = State::kReady;
   int idle = 0;
   for (int done = 0; done < threads;) {
     const long before = progress;
@@ -133,10 +137,7 @@ void Run(dim3 blocks, int threads, bool overlaps, const std::function<void()>& b
   grid = blocks;
   block_threads = threads;
   const size_t needed = static_cast<size_t>(cluster) * threads;
-  if (fibers.size() < needed) {
-    fibers.resize(needed);
-    stacks.resize(needed * kStackBytes);
-  }
+  if (fibers.size() < needed) MakeFibers(needed);
   for (unsigned first = blocks.x; first > 0;) {
     first -= cluster;
     std::fill(has_waited, has_waited + cluster, !overlaps);
