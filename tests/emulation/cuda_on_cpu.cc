@@ -18,7 +18,7 @@ enum class State { kReady, kAtClusterBarrier, kAtBlockBarrier, kAtWarpBarrier, k
 struct Fiber {
   ucontext_t context;  // where it starts
   jmp_buf place;       // where it goes on; unlike swapcontext, jumps make no system call
-  bool started;        // a fiber that is done goes on with the next block
+  bool started;        // whether `place` is set
   State state;
 };
 
@@ -40,6 +40,7 @@ const std::function<void()>* kernel;
   setcontext(&fiber.context);
 }
 
+// A fiber runs one thread of each block. Making it anew would cost two system calls.
 void Enter() {
   while (true) {
     (*kernel)();
