@@ -41,7 +41,8 @@ inline ExpertRows TakeExpertRows(Sections* sections, int64_t num_rows, int64_t n
   ExpertRows rows = {};
   rows.starts = sections->Take<int32_t>(num_experts + 1);
   rows.slots = sorted ? nullptr : sections->Take<int32_t>(num_rows);
-  rows.tiles = sections->Take<ListedTile>(MaxTiles(num_rows, num_experts, tile_rows));
+  rows.max_tiles = static_cast<int32_t>(MaxTiles(num_rows, num_experts, tile_rows));
+  rows.tiles = sections->Take<ListedTile>(rows.max_tiles);
   rows.num_tiles = sections->Take<int32_t>(1);
   rows.counts = sorted ? nullptr : sections->Take<int32_t>(kMaxSegments * num_experts);
   return rows;

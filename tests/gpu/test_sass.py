@@ -230,6 +230,19 @@ def test_hopper_product_uses_warpgroup_instructions(code):
         assert count["HMMA"] == 0, name
 
 
+def test_hopper_product_of_few_rows_copies_in_bulk(code):
+    """A step of 256 of k with two slabs takes 32 MMAs, and a loop for the rest of k takes 8.
+
+    Weights take two bulk copies and rows of x one. No thread copies by itself.
+    """
+    few = kernels(code, "sm_90a", "ExpertGemmFewRowsSm90")
+    assert len(few) == 2
+    for name, count in few.items():
+        assert count["HMMA"] == 40, name
+        assert count["UBLKCP"] >= 3, name
+        assert count["LDGSTS"] == 0, name
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_ampere_product_copies_while_it_multiplies(code, arch):
     """A step of 64 of k with two slabs of 16 rows takes 8 MMAs for each 8 columns.

@@ -59,7 +59,11 @@ LAYERS = (
     (1, 4, 6, 2064, 48, -2, 8),  # more parts of k for each warp than it has places
 )
 # The same for experts with few rows, of which a large GPU's blocks claim the tiles.
-CLAIMED_LAYERS = ((40, 2, 32, 80, 208, 0, 32), (90, 2, 32, 80, 48, 0, 32))
+CLAIMED_LAYERS = (
+    (40, 2, 32, 80, 208, 0, 32),
+    (90, 2, 32, 80, 48, 0, 32),
+    (30, 3, 32, 592, 336, -2, 34),  # whole steps and the rest of k
+)
 # tokens, experts, router
 ROUTERS = (
     (0, 8, Router(2)),

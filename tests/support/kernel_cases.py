@@ -41,6 +41,11 @@ def constant(t, k, expert):
     return lambda rng: np.full((t, k), expert)
 
 
+def _one_of_many(rng):
+    """One expert gets a row of each token; some of the others get none or do not exist."""
+    return np.stack([np.full(40, 3), rng.integers(-2, 34, 40)], axis=1)
+
+
 def _extreme_ids(rng):
     return np.array([[2**31 - 1, 1], [-(2**31), 4], [-1, 3]])
 
@@ -82,6 +87,9 @@ CUDA_LAYERS = {
     "few_slots_of_many_columns": (3, 2, 3, 4240, 48, uniform(3, 2, 3)),
     "slots_in_one_warp_segment": (70, 8, 16, 32, 16, uniform(70, 8, 16)),
     "more_blocks_than_threads": (40, 1, 2, 16448, 16, uniform(40, 1, 2)),
+    # Steps of 256 of k, and the rest of k is no multiple of 64. The last tile of weights is alone.
+    "few_rows_of_many_experts": (40, 2, 32, 592, 336, _one_of_many),
+    "few_rows_of_whole_steps": (50, 3, 34, 512, 256, uniform(50, 3, 34)),
 }
 # Layers whose output is zeros, because no token has an expert.
 EMPTY = {

@@ -15,12 +15,16 @@ namespace nvfp4 {
 
 // Loads four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address of row l
 // % 8 of matrix l / 8, which has 16 bytes. It gets elements 2q and 2q + 1 of row g of each matrix.
-__device__ __forceinline__ void LoadMatrices(const void* row, uint32_t (&words)[4]) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+__device__ __forceinline__ void LoadMatricesAt(uint32_t row, uint32_t (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
+               : "r"(row)
                : "memory");
+}
+
+// The same with a generic address.
+__device__ __forceinline__ void LoadMatrices(const void* row, uint32_t (&words)[4]) {
+  LoadMatricesAt(static_cast<uint32_t>(__cvta_generic_to_shared(row)), words);
 }
 
 // Loads four 8x8 matrices and transposes each. The lane gets rows 2q and 2q + 1 of column g of each

@@ -28,9 +28,10 @@ struct alignas(16) ListedTile {
 struct ExpertRows {
   int32_t* starts;     // [e + 1]: expert i owns sorted rows starts[i] to starts[i + 1]
   int32_t* slots;      // [rows]: slot of a sorted row; null if rows come sorted
-  ListedTile* tiles;   // [MaxTiles(rows, e, rows of a tile)], in order of experts
+  ListedTile* tiles;   // [max_tiles], in order of experts; see EndTileList
   int32_t* num_tiles;  // [1]
   int32_t* counts;     // [kMaxSegments, e]: rows of an expert in a segment of the slots
+  int32_t max_tiles;   // MaxTiles(rows, e, rows of the smallest tile)
   int32_t only_rows;   // if positive, one expert owns this many rows, and nobody fills the arrays
 };
 

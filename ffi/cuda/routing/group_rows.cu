@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (expert < num_experts) own_rows[i] = starts[expert + 1] - starts[expert];
   }
   FillPlanTables(own_rows, num_experts, rows, plan, &tables);
+  EndTileList(plan, tables, rows);
   WriteSchedules(plan, tables, num_experts);
   for (int32_t tile = threadIdx.x; tile < tables.all.tiles; tile += kThreads) {
     const int expert = FindExpert<true>(tables.first_tile, num_experts, tile);

@@ -152,7 +152,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (tile * plan.rule.tile_rows != place) continue;
     rows.tiles[tables.first_tile[id] + tile] = {id, start + place, start, tables.starts[id + 1]};
   }
-  if (blockIdx.x == 0) WriteSchedules(plan, tables, num_experts);
+  if (blockIdx.x > 0) return;
+  EndTileList(plan, tables, rows);
+  WriteSchedules(plan, tables, num_experts);
 }
 
 }  // namespace

@@ -229,6 +229,19 @@ __device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const P
   }
 }
 
+// If blocks claim tiles, fills the list of tiles with entries without rows, so that one load tells
+// a block what it has claimed and whether that exists. All threads of one block must call this
+// function.
+__device__ __forceinline__ void EndTileList(const SchedulePlan& plan, const PlanTables& tables,
+                                            const ExpertRows& rows) {
+  if (!plan.schedules.schedule[0].claimed) return;
+#pragma unroll 1
+  for (int tile = tables.all.tiles + static_cast<int>(threadIdx.x); tile < rows.max_tiles;
+       tile += kPlanThreads) {
+    rows.tiles[tile] = {};
+  }
+}
+
 __device__ __forceinline__ void ZeroReadyFlags(const TileSchedules& schedules) {
 #pragma unroll
   for (int product = 0; product < 2; ++product) {

@@ -1,6 +1,7 @@
 // Replaces mma.cuh on a CPU.
 #pragma once
 
+#include "cuda/instructions/async_copy.cuh"
 #include "cuda_on_cpu.h"
 
 namespace nvfp4 {
@@ -45,6 +46,8 @@ inline void LoadMatrices(const void* row, uint32_t (&words)[4]) {
   }
   SyncWarp();
 }
+
+inline void LoadMatricesAt(uint32_t row, uint32_t (&words)[4]) { LoadMatrices(At(row, 16), words); }
 
 inline void LoadTransposed(const void* row, uint32_t (&words)[4]) {
   using namespace emulation;
