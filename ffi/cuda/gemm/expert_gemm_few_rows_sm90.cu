@@ -3,7 +3,7 @@
 //
 // As in expert_gemm_sm80.cu, weight rows take the 16 rows of an MMA and tokens its 8 columns. What
 // differs is who copies. There, each thread copies its part of a step, and the block meets at a
-// barrier in each step. Here, one warp copies and four warps multiply, each at its own pace:
+// barrier in each step. Here, one warp copies and four warps multiply, each at its own pace.
 //   producer    claims output tiles (claims.cuh), and copies weights and rows of x by bulk copies,
 //               up to kStages steps ahead. It announces a tile with the first step of the tile.
 //   consumers   wait for a step, multiply it, and release it. At the end of a tile they store its
