@@ -22,6 +22,7 @@
 #include "cuda/instructions/ampere.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/tensor_map.cuh"
+#include "cuda/scheduling/stage_ring.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -167,19 +168,6 @@ struct Shared {
   static constexpr int kBarriers = 2 + 4 * C::kStages;
 };
 
-// The position in the ring of stages.
-template <typename C>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void Next() {
-    if (++stage == C::kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 // Copies the parts of one tile of keys or values. One thread calls it.
 template <int kWidth, int kTileRows>
 __device__ __forceinline__ void CopyKeys(uint32_t target, const TensorMap& map, int key, int head,
@@ -208,7 +196,7 @@ __device__ __forceinline__ void CopyQueries(const Attention& p, const Shared<C>&
 // starts the copies.
 template <typename C>
 __device__ __forceinline__ void Produce(const Attention& p, const Shared<C>& shared, bool elected) {
-  Ring<C> ring;
+  StageRing<C::kStages> ring;
   uint32_t query_phase = 0;
   Rows rows;
   for (int round = 0; FindRows(p, round, &rows); ++round) {
@@ -251,7 +239,7 @@ struct Consumer {
   const Attention& p;
   const Shared<C>& shared;
   const int group;
-  Ring<C> ring;
+  StageRing<C::kStages> ring;
   uint32_t query_phase;
   Task task;
   float largest[2], total[2];  // of the scores so far, and of their exponentials
@@ -419,7 +407,7 @@ struct Consumer {
     }
     if (group == 1 && visited.last > visited.first) PassTurn();
     for (int tile = visited.last - 1; tile >= visited.first; --tile) {
-      const Ring<C> before = ring;
+      const StageRing<C::kStages> before = ring;
       ring.Next();
       float scores[C::kKeys / 2];
       WaitBarrier(shared.FullKeys(ring.stage), ring.phase);

@@ -2,10 +2,10 @@
 //
 //   out[r] = act(W[e(r)] @ x[r] * row_scale[r] * input_scale[e(r)] * global_scale + bias)
 //
-//   expert_gemm_sm90.cu            bf16, f16   wgmma, bulk copies; Hopper
-//   expert_gemm_few_rows_sm90.cu   bf16, f16   mma.sync, bulk copies; experts with few rows, Hopper
-//   expert_gemm_sm80.cu            bf16, f16   mma.sync, cp.async; everything since Ampere
-//   expert_gemm_sm120.cu           NVFP4       mma.sync on codes and scales, cp.async; 12.x
+//   expert_gemm_sm90.cu            bf16, f16   wgmma, bulk copies; Hopper.
+//   expert_gemm_few_rows_sm90.cu   bf16, f16   mma.sync, bulk copies; experts with few rows,
+//   Hopper. expert_gemm_sm80.cu            bf16, f16   mma.sync, cp.async; everything since Ampere.
+//   expert_gemm_sm120.cu           NVFP4       mma.sync on codes and scales, cp.async; 12.x.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -33,6 +33,7 @@
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/scheduling/claims.cuh"
+#include "cuda/scheduling/stage_ring.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -61,21 +62,8 @@ struct Pipeline {
   uint32_t stages;  // the dynamic shared memory
   uint32_t full;    // [kStages] mbarriers
   uint32_t empty;   // [kStages]
-  WorkUnit*
-      announced;  // [kStages]: the tile that begins with the stage. The last one has no steps.
-};
-
-// The position in the ring of stages.
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void Next() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  // [kStages]: the tile that begins with the stage. After the last tile, one without steps.
+  WorkUnit* announced;
 };
 
 // The warp that copies. All lanes call all functions.
@@ -83,7 +71,7 @@ struct Producer {
   const ExpertGemm& p;
   const Pipeline& pipeline;
   const int lane;
-  Ring ring = {};
+  StageRing<kStages> ring = {};
   bool waited;  // for the preceding kernel
 
   // The copies of this lane: lane t copies weight tile t, and lane 8 + r row r.
@@ -205,7 +193,7 @@ struct Consumer {
   const Pipeline& pipeline;
   const TileConstants constants;
   const int warp, lane;
-  Ring ring = {};
+  StageRing<kStages> ring = {};
   float sums[kSlabs][kRows / 2];
 
   // The slabs of this warp are in one weight tile, of which each has four.

@@ -29,6 +29,7 @@
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/scheduling/partial_sums.cuh"
+#include "cuda/scheduling/stage_ring.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -85,19 +86,6 @@ struct Shared {
   uint32_t empty;
 };
 
-// The position in the ring of stages.
-template <typename C>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void Next() {
-    if (++stage == C::kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 // Copies codes or scales of weight tiles, kBytes for each tile, from `weights` to `target` in the
 // stage. One warp copies codes, and another one scales. Lane t copies tile t of the block.
 //
@@ -107,7 +95,7 @@ template <typename C, int kBytes>
 __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared& shared,
                                                const uint8_t* weights, uint32_t target,
                                                WorkUnit* announced, int lane) {
-  Ring<C> ring;
+  StageRing<C::kStages> ring;
   const int32_t m_tiles = p.m_tiles(), k_tiles = (p.k + kTileK - 1) / kTileK;
   target += lane * C::kDepth * kBytes;
   TileScheduler scheduler(p.rows, p.rule, p.schedule);
@@ -150,7 +138,7 @@ __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared
 template <typename C>
 __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& shared, int thread) {
   constexpr int kCopies = C::kRows * 8 / kGatherThreads;
-  Ring<C> ring;
+  StageRing<C::kStages> ring;
   const int chunk = thread % 8;
   const uint32_t place = thread / 8 * kRowBytes + ((chunk ^ (thread / 8)) << 4);
   const uint4* values = static_cast<const uint4*>(p.left.values);
@@ -211,7 +199,7 @@ struct Consumer {
   const uint32_t codes;   // codes of this thread in the first stage
   const uint32_t scales;  // scales of this thread in the first stage
   const uint32_t rows;    // descriptor address of the rows in the first stage
-  Ring<C> ring;
+  StageRing<C::kStages> ring;
   float sums[C::kTiles][C::kRows / 2];
 
   // These two are read from the hardware each time, which saves registers in the loops.
