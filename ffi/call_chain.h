@@ -23,9 +23,10 @@
 // platform that runs calls beside each other implements ChainBranches. On other platforms, these
 // flags have no effect, and calls run in order.
 //
-// A call may leave its work to the next one, whose kernel then does both. For example, each block
-// of a linear layer computes the norm of its input. The call has kDeferFlag, and the handlers of
-// the two calls pass the work on in RunningChain::work.
+// A call may leave its work, or the rest of it, to the next one, whose kernel then does both. For
+// example, each block of a linear layer computes the norm of its input, and a norm computes the sum
+// over experts that it adds. The call has kDeferFlag, and the handlers of the two calls pass the
+// work on in RunningChain::work.
 #pragma once
 
 #include <algorithm>
@@ -62,9 +63,10 @@ struct RunningChain {
   // What the preceding call on the same stream has written, if its kernels let the next one start
   // only after they have waited. Otherwise nothing is known, and this is empty.
   std::vector<ByteRange> preceding;
-  bool starts_next = false;  // whether a kernel of this call lets the next one start before
-  bool defers = false;       // whether this call leaves its work to the next one
-  std::any work;             // what a call has left to the next one
+  bool starts_next = false;   // whether a kernel of this call lets the next one start before
+  bool defers = false;        // whether this call leaves its work to the next one
+  std::any work;              // what a call has left to the next one
+  bool has_launched = false;  // whether a call that has left work has launched kernels
 
   // Whether the kernel before this call belongs to the chain. A call that begins a branch at the
   // start of the chain has no such kernel. But its first kernel starts when all others have ended,
@@ -73,6 +75,13 @@ struct RunningChain {
 
   // Whether a kernel of this call may let the next kernel start before it has waited itself.
   bool StartsNext() { return starts_next = Follows(); }
+
+  // Leaves the rest of the work of this call to the next one.
+  template <typename Work>
+  void LeaveRest(const Work& rest) {
+    work = rest;
+    has_launched = true;
+  }
 
   // Takes the work that the preceding call has left, if it is of this type.
   template <typename Work>
@@ -205,15 +214,14 @@ class CallChain {
         return Invalid(std::string(target->ptr, target->len) +
                        " does not do the work that is left to it");
       }
-      if (ran.work.has_value()) {  // nothing ran: what precedes this call precedes the next one
+      next.work = ran.work;
+      if (ran.work.has_value() && !ran.has_launched) {  // what precedes it precedes the next one
         next.is_first = ran.is_first;
         next.preceding = ran.preceding;
-        next.work = ran.work;
         continue;
       }
       next.is_first = false;
       next.preceding = ran.starts_next ? std::vector<ByteRange>() : written_;
-      next.work.reset();
       earlier_.insert(earlier_.end(), written_.begin(), written_.end());
       written_.clear();
     }
@@ -355,7 +363,7 @@ class CallChain {
   ChainBranches* const branches_;
   Place place_ = Place::kOutside;
   std::vector<ByteRange> earlier_;  // written by all calls before these
-  std::vector<ByteRange> written_;  // by the last call, and by those that left their work to it
+  std::vector<ByteRange> written_;  // by the last call, and by those that left all work to it
 };
 
 // The body of a handler that runs a chain. XLA asks a handler for its metadata, such as whether a

@@ -75,7 +75,6 @@ ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
           DataOrNull(input_scale), DataOrNull(bias)};
 }
 
-// The memory of an operand.
 // The handler of an expert layer. It runs the engine kEngine, or the plain kernels for calls that
 // the engine does not support.
 template <EngineKind kEngine>
@@ -113,7 +112,7 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   const bool x_is_older = running_chain.IsOlderThan(RangeOf(expert_ids), RangeOf(x));
   const MoECall call = {shape,           options.type, options.activation, options.activation_scale,
                         weight_on_input, kEngine,      x_is_older};
-  const MoEBuffers buffers = {
+  MoEBuffers buffers = {
       x.untyped_data(),
       WeightsOf(gate_up_packed, gate_up_block_scale, gate_up_global_scale, gate_up_input_scale,
                 gate_up_bias),
@@ -140,9 +139,13 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
                                                         ? MoEW4A16WorkspaceBytes(shape)
                                                         : MoEWorkspaceBytes(shape, options.type)));
-  return FromCuda(
-      on_engine ? LaunchMoEW4A16(stream, call, buffers) : LaunchMoE(stream, call, buffers),
-      "nvfp4_moe");
+  InputCombine combine = {};
+  if (running_chain.defers) buffers.combine = &combine;
+  NVFP4_RETURN_IF_ERROR(
+      FromCuda(on_engine ? LaunchMoEW4A16(stream, call, buffers) : LaunchMoE(stream, call, buffers),
+               "nvfp4_moe"));
+  if (combine.outputs != nullptr) running_chain.LeaveRest(combine);
+  return ffi::Error::Success();
 }
 
 template <EngineKind kEngine>

@@ -65,4 +65,14 @@ inline ffi::Error CheckInputNorm(const InputNorm& norm, const ffi::AnyBuffer& x)
   return Expected("x", "the result of the norm that is left to this call", "another operand");
 }
 
+// Checks a sum over experts that the preceding call has left to the norm that reads it as `added`.
+// Such a norm has several rows, so that it leaves no work to the next call itself.
+inline ffi::Error CheckInputCombine(const InputCombine& combine, const NormCall& norm,
+                                    const ffi::AnyBuffer& added) {
+  const bool same = combine.tokens.y == added.untyped_data() && combine.tokens.t == norm.rows &&
+                    combine.tokens.h == norm.h && combine.type == norm.type;
+  if (same && !running_chain.defers) return ffi::Error::Success();
+  return Expected("added", "the sum over experts that is left to this call", "another operand");
+}
+
 }  // namespace nvfp4

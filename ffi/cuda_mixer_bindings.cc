@@ -46,6 +46,8 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
       {{"x", x}, {"added", added}, {"weight", weight}, {"sum", *sum}, {"y", *y}}, kAlignment));
   const NormBuffers buffers = {x.untyped_data(), DataOrNull<void>(added), weight.untyped_data(),
                                sum->untyped_data(), y->untyped_data()};
+  const std::optional<InputCombine> combine = running_chain.TakeWork<InputCombine>();
+  if (combine) NVFP4_RETURN_IF_ERROR(CheckInputCombine(*combine, call, added));
   if (running_chain.defers) {
     // The kernel that computes this norm waits before it starts the next one. If a kernel of its
     // own computes it, it need not wait: the one behind it does.
@@ -54,7 +56,9 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
     return ffi::Error::Success();
   }
   call.starts_next = running_chain.StartsNext();
-  return FromCuda(LaunchAddRmsNorm(stream, call, buffers), "nvfp4_add_rms_norm_cuda");
+  return FromCuda(combine ? LaunchCombineRmsNorm(stream, call, buffers, *combine)
+                          : LaunchAddRmsNorm(stream, call, buffers),
+                  "nvfp4_add_rms_norm_cuda");
 }
 
 // Reads the sizes and types of x, weight and y, except for the type of the weight. k is a multiple

@@ -16,6 +16,7 @@
 
 namespace nvfp4 {
 
+struct InputCombine;
 struct InputNorm;
 struct InputHeads;
 
@@ -47,6 +48,27 @@ struct MoEBuffers {
   const float* expert_weights;  // [t, top_k]
   void* y;                      // [t, h]
   void* workspace;              // MoEWorkspaceBytes
+  // If LaunchMoEW4A16 leaves out its last step, it writes here what that needs. If this is null, it
+  // does not leave it out.
+  InputCombine* combine = nullptr;
+};
+
+// The sum over the experts of a token: y[t] = sum over j of weight[t, j] * output[t, j].
+struct CombineTokens {
+  const int32_t* expert_ids;    // [t, top_k]; any value
+  const float* expert_weights;  // [t, top_k]; if null, all weights are 1
+  void* y;                      // [t, h]
+  int64_t t;
+  int32_t h;  // a multiple of 16
+  int32_t top_k, num_experts;
+};
+
+// A sum over experts whose result is the operand `added` of a norm that computes the sum, too. The
+// norm does not write the result.
+struct InputCombine {
+  CombineTokens tokens;
+  const void* outputs;  // [t, top_k, h]
+  DataType type;        // of outputs; kBF16 or kF16
 };
 
 // The engines, which are the GEMMs of expert_gemm_sm*.cu and fp4_gemm_sm100.cu. Calls that kSm80
@@ -345,6 +367,10 @@ struct NormBuffers {
 
 // sum = x + added, and y = weight * sum / sqrt(mean(sum^2) + eps) over each row.
 cudaError_t LaunchAddRmsNorm(cudaStream_t stream, const NormCall& call, const NormBuffers& buffers);
+
+// The same, with the sum over experts as `added`. Its type is call.type.
+cudaError_t LaunchCombineRmsNorm(cudaStream_t stream, const NormCall& call,
+                                 const NormBuffers& buffers, const InputCombine& combine);
 
 // A norm whose y is the input of a kernel that computes the norm, too.
 struct InputNorm {

@@ -68,14 +68,20 @@ class _Deferral:
     Attributes:
       targets: FFI targets that the next call may have.
       operands: index of an operand of the next call -> index of the result that it must be.
-      one: axis of the first of these results that must have length 1.
+      axis: axis of the first of these results.
+      lengths: the lengths that this axis may have.
       unwritten: index of a result that no kernel writes then; None if all are written.
     """
 
     targets: frozenset[str]
     operands: Mapping[int, int]
-    one: int
+    axis: int
+    lengths: range
     unwritten: int | None = None
+
+
+_ONE = range(1, 2)
+_SEVERAL = range(2, 1 << 31)
 
 
 # FFI target -> when a call of it leaves its work to the next call. The handlers of both calls in
@@ -91,12 +97,25 @@ _DEFERRALS = {
             }
         ),
         {0: 1},
-        one=0,
+        axis=0,
+        lengths=_ONE,
     ),
     # Attention prepares the heads of one new token.
     "nvfp4_prepare_heads_cuda": _Deferral(
-        frozenset({"nvfp4_attention_cuda"}), {0: 0, 1: 1, 2: 2}, one=1, unwritten=0
+        frozenset({"nvfp4_attention_cuda"}),
+        {0: 0, 1: 1, 2: 2},
+        axis=1,
+        lengths=_ONE,
+        unwritten=0,
     ),
+}
+# A norm computes the sum over the experts of each token that it adds. With one token, the experts
+# leave nothing: their second product computes the sum.
+_DEFERRALS |= {
+    target: _Deferral(
+        frozenset({"nvfp4_add_rms_norm_cuda"}), {1: 0}, axis=0, lengths=_SEVERAL, unwritten=0
+    )
+    for target in ("nvfp4_moe_w4a16_sm80", "nvfp4_moe_w4a16_sm90")
 }
 
 
@@ -184,7 +203,7 @@ def find_deferred(calls: Sequence[Call], wanted: Sequence[Value]) -> frozenset[i
         read = [following.operands[operand][0] for operand in rule.operands]
         written = [call.results[result] for result in rule.operands.values()]
         is_private = rule.unwritten is None or readers[call.results[rule.unwritten]] == 1
-        if read == written and written[0].shape[rule.one] == 1 and is_private:
+        if read == written and written[0].shape[rule.axis] in rule.lengths and is_private:
             deferred.add(index)
     return frozenset(deferred)
 

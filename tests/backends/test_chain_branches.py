@@ -43,7 +43,10 @@ def test_calls_of_branches_run_on_the_side(program, flags, printed):
     ("flags", "printed"),
     [
         ("0 8 0 0", "main both main main done"),
-        ("8 0 8 0", "both main both main done"),
+        ("8 0 8 0", "both(first) main both main done"),
+        ("8% 0 0", "part rest main main done"),
+        ("8% 0?", "part nvfp4 call chain: ignore does not do the work that is left to it"),
+        ("0 8%", "main part nvfp4 call chain: no call does the work of the last one"),
         ("0 8? 0", "main main done"),  # the call has run by itself
         ("8 0?", "nvfp4 call chain: ignore does not do the work that is left to it"),
         ("0 8", "main nvfp4 call chain: no call does the work of the last one"),

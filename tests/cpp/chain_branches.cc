@@ -2,8 +2,9 @@
 //   chain_branches PLATFORM FLAGS...
 // PLATFORM is "branches", or "plain" for a platform that runs calls in order. FLAGS are those of
 // one call after the other; "!" behind them makes the call fail, and "?" makes it ignore the work
-// that the call before has left to it. Prints one word for each hook, the
-// stream of each call, and the error at the end.
+// that the call before has left to it. With "%" the call runs, and leaves the rest of its work.
+// Prints one word for each hook, the stream of each call, what was left to it, with "(first)" if no
+// kernel of the chain precedes it, and the error at the end.
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -34,9 +35,18 @@ XLA_FFI_Error* Succeed(XLA_FFI_CallFrame* frame) {
     running_chain.work = std::string("both");
     return nullptr;
   }
-  if (const auto work = running_chain.TakeWork<std::string>()) std::printf("%s ", work->c_str());
+  const bool follows = running_chain.Follows();
+  if (const auto work = running_chain.TakeWork<std::string>()) {
+    std::printf("%s%s ", work->c_str(), follows ? "" : "(first)");
+  }
   if (running_chain.TakeWork<std::string>()) std::printf("twice ");
   std::printf("%s ", frame->api == side_api ? "side" : "main");
+  return nullptr;
+}
+
+XLA_FFI_Error* RunInPart(XLA_FFI_CallFrame*) {
+  std::printf("part ");
+  running_chain.LeaveRest(std::string("rest"));
   return nullptr;
 }
 
@@ -61,7 +71,7 @@ class Printer final : public ChainBranches {
 int main(int count, char** arguments) {
   const int calls = count - 2;
   const std::vector<NamedHandler> handlers = {
-      {"succeed", Succeed}, {"fail", Fail}, {"ignore", Ignore}};
+      {"succeed", Succeed}, {"fail", Fail}, {"ignore", Ignore}, {"run_in_part", RunInPart}};
   XLA_FFI_Api api = {}, other = {};
   api.XLA_FFI_Error_Create = other.XLA_FFI_Error_Create = CreateError;
   api.XLA_FFI_Error_Destroy = other.XLA_FFI_Error_Destroy = DestroyError;
@@ -76,7 +86,8 @@ int main(int count, char** arguments) {
     const std::string flags = arguments[i + 2];
     numbers[i] = {0, 0, std::atoi(flags.c_str())};
     arrays[i] = {XLA_FFI_DataType_S64, numbers[i].size(), numbers[i].data()};
-    const int handler = flags.back() == '!' ? 1 : flags.back() == '?' ? 2 : 0;
+    const char mark = flags.back();
+    const int handler = mark == '!' ? 1 : mark == '?' ? 2 : mark == '%' ? 3 : 0;
     const std::string_view name = handlers[handler].name;
     names[i] = {name.data(), name.size()};
     for (const XLA_FFI_AttrType type :

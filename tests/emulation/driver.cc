@@ -158,6 +158,50 @@ int moe(const MoEShape* shape, const ActivationParameters* activation, int type,
   return std::equal(first.begin(), first.end(), y) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// As moe, of an engine for W4A16 that leaves out its last step, which then runs. Fails if the layer
+// does not leave it out.
+int moe_and_combine(const MoEShape* shape, const ActivationParameters* activation, int type,
+                    int engine, int weight_on_input, int activation_scale, void* const* operands) {
+  const MoECall call = {*shape,
+                        static_cast<DataType>(type),
+                        *activation,
+                        static_cast<ActivationScale>(activation_scale),
+                        weight_on_input != 0,
+                        static_cast<EngineKind>(engine)};
+  InputCombine combine = {};
+  const MoEBuffers buffers = {operands[0],
+                              WeightsAt(operands + 1),
+                              WeightsAt(operands + 6),
+                              static_cast<const int32_t*>(operands[11]),
+                              static_cast<const float*>(operands[12]),
+                              operands[13],
+                              operands[14],
+                              &combine};
+  const cudaError_t status = LaunchMoEW4A16(nullptr, call, buffers);
+  if (status != cudaSuccess) return status;
+  if (combine.outputs == nullptr) return cudaErrorNotReady;
+  return LaunchCombineOutputs(nullptr, combine.type, combine.tokens, combine.outputs);
+}
+
+// Sums the outputs of experts, and adds the sums in a norm: in one launch if `together`. The
+// operands are outputs, expert_ids, expert_weights or null, x, weight of the norm; added, sum, y.
+// `added` is not written if `together`.
+int combine_and_norm(int64_t t, int32_t h, int32_t top_k, int32_t num_experts, int type,
+                     int weight_type, float eps, int together, void* const* operands) {
+  const auto data_type = static_cast<DataType>(type);
+  const InputCombine combine = {
+      {static_cast<const int32_t*>(operands[1]), static_cast<const float*>(operands[2]),
+       operands[5], t, h, top_k, num_experts},
+      operands[0],
+      data_type};
+  const NormCall norm = {t, h, data_type, static_cast<DataType>(weight_type), eps};
+  const NormBuffers buffers = {operands[3], operands[5], operands[4], operands[6], operands[7]};
+  if (together != 0) return LaunchCombineRmsNorm(nullptr, norm, buffers, combine);
+  const cudaError_t status =
+      LaunchCombineOutputs(nullptr, combine.type, combine.tokens, combine.outputs);
+  return status == cudaSuccess ? LaunchAddRmsNorm(nullptr, norm, buffers) : status;
+}
+
 int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape, int engine) {
   return FunctionsOf(engine).product_bytes(*shape);
 }

@@ -7,7 +7,9 @@ import deferred_emulation
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation_suite import run_layer
 from head_suite import Call
+from kernel_cases import Options, make_layer, uniform
 from linear_few_suite import make_linear
 
 from jax_nvfp4_moe.backends.heads import HeadOptions
@@ -197,3 +199,49 @@ def test_attention_leaves_large_groups_to_the_kernel_of_heads(library):
         )
 
     assert_equal(run, saved=0)
+
+
+# Tokens, width and experts of a token. Rows have one piece of 16 bytes for a part of the threads,
+# for each of them, and as many as fit. The last row is too wide, and takes two launches.
+COMBINED = [(40, 48, 8), (3, 2048, 8), (300, 1040, 3), (2, 8192, 10), (2, 8208, 2)]
+EXPERTS = 5
+FEW, MANY = 1000, 1  # multiprocessors for which the launch overlaps, or has the larger L1 cache
+
+
+@pytest.mark.parametrize("multiprocessors", [FEW, MANY])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("t", "h", "top_k"), COMBINED)
+def test_a_norm_sums_the_outputs_of_experts(library, t, h, top_k, pair, weighted, multiprocessors):
+    dtype, weight_dtype = (jnp.dtype(name) for name in pair.split("-"))
+    rng = np.random.default_rng(h)
+    outputs = np.asarray(rng.normal(0, 1, (t, top_k, h)), dtype)
+    ids = rng.integers(-1, EXPERTS + 1, (t, top_k)).astype(np.int32)
+    ids[1] = -1
+    outputs[(ids < 0) | (ids >= EXPERTS)] = np.nan  # nobody has written them
+    tokens = outputs, ids, np.float32(rng.random((t, top_k))) if weighted else None
+    norm = np.asarray(rng.normal(0, 1, (t, h)), dtype), np.asarray(rng.normal(1, 0.3, h))
+    norm = norm[0], norm[1].astype(weight_dtype)
+
+    def run(**options):
+        return deferred_emulation.combine_and_norm(
+            library, tokens, norm, EXPERTS, multiprocessors, **options
+        )
+
+    assert_equal(run, saved=1 if h <= 8192 else 0)
+
+
+@pytest.mark.parametrize("engine", ["sm80", "sm90"])
+@pytest.mark.parametrize("scale", ["none", "static"])
+def test_experts_leave_their_sum_to_the_next_kernel(library, engine, scale):
+    def make(tokens):
+        case = tokens, 3, 5, 64, 32, uniform(tokens, 3, 5)
+        return make_layer(case, jnp.bfloat16, Options(activation_scale=scale))
+
+    call = make(70)
+    whole = run_layer(library, engine, call)
+    np.testing.assert_array_equal(
+        run_layer(library, engine, call, function="moe_and_combine"), whole
+    )
+    with pytest.raises(RuntimeError, match="CUDA error"):  # the second product sums few tokens
+        run_layer(library, engine, make(2), function="moe_and_combine")

@@ -104,6 +104,7 @@ READ_FIRST = (
     "LinearFewWide",
     "MergeParts",
     "Combine",
+    "CombineRmsNorm",
     "FinishMamba2",
     "CombinedGemmFew",
     "ExpertGemmSm80",

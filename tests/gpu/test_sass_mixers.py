@@ -192,6 +192,19 @@ def test_many_tokens_are_combined_with_all_rows_in_flight(listing, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_norm_requests_all_that_it_sums_at_once(listing, arch):
+    """A thread requests 16 bytes of x and of each of 8 rows before it uses one of them."""
+    found = kernels(listing, arch, "CombineRmsNormI")
+    assert len(found) == 4  # pairs of dtypes
+    for name, instructions in found.items():
+        operations = [op.split(".")[0] for op in instructions]
+        assert not {"STL", "LDL"}.intersection(operations), name
+        first = operations.index("FFMA")
+        loads = [op for op in instructions[:first] if op.startswith("LDG") and "128" in op]
+        assert len(loads) == 9, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_delta_rule_leaves_out_pairs_with_later_tokens(code, arch):
     """Chunks of 32 and of 64 tokens: three products with keys or queries, and half the pairs.
 

@@ -254,6 +254,23 @@ def make_attention(tokens=1, *, target="nvfp4_attention_cuda"):
     return [heads, Call(target, {}, [(value, value.shape) for value in new], [result], {})]
 
 
+def make_experts(rows=2, *, target="nvfp4_add_rms_norm_cuda", reads_sum=True):
+    """Return the calls of experts, and of a norm that adds their results, or normalizes these."""
+    x, y, weight, total, result = (Value((rows, 64), jnp.bfloat16) for _ in range(5))
+    experts = Call("nvfp4_moe_w4a16_sm90", {}, [(x, x.shape)], [y, Value((9,), jnp.uint8)], {})
+    operands = (x, y, weight) if reads_sum else (y, x, weight)
+    return [experts, Call(target, {}, [(v, v.shape) for v in operands], [total, result], {})]
+
+
+def test_the_sum_over_experts_is_left_to_the_norm_that_adds_it():
+    assert find_deferred(make_experts(), []) == {0}
+    assert find_deferred(make_experts(1), []) == set()  # their second product sums
+    assert find_deferred(make_experts(reads_sum=False), []) == set()
+    assert find_deferred(make_experts(target="nvfp4_route_cuda"), []) == set()
+    calls = make_experts()
+    assert find_deferred(calls, calls[0].results[:1]) == set()  # it must be written
+
+
 @pytest.mark.parametrize("make", [make_pair, make_attention])
 def test_the_work_on_one_token_is_left_to_the_next_call(make):
     assert find_deferred(make(), []) == {0}

@@ -257,8 +257,12 @@ def moe(
     options: Options,
     multiprocessors,
     shared_bytes=HOPPER_SHARED_BYTES,
+    function="moe",
 ):
-    """Run an expert layer on canonical weights, and return [t, h] in the dtype of x."""
+    """Run an expert layer on canonical weights, and return [t, h] in the dtype of x.
+
+    `function` is that of ``driver.cc``: "moe", or "moe_and_combine".
+    """
     layout = _LAYOUTS.get(engine, "mma_64x64")
     prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), layout, gated=options.gated)
     i = layer.down_packed.shape[2] * 2
@@ -275,7 +279,7 @@ def moe(
         layer.down_bias,
     )
     call = functools.partial(
-        library.moe,
+        getattr(library, function),
         ctypes.byref(shape),
         ctypes.byref(_activation(options)),
         _TYPES[x.dtype.name],

@@ -61,6 +61,25 @@ def norm_and_linear(library, engine, norm, product, multiprocessors, *, older, t
     return _counted(library, call, operands, [x, x, np.empty(n, x.dtype)], size, multiprocessors)
 
 
+def combine_and_norm(library, tokens, norm, num_experts, multiprocessors, *, together):
+    """Sum the outputs of the experts of each token, and normalize ``x`` plus the sum.
+
+    `tokens` has the outputs, the ids of experts and their weights, and `norm` has x and a weight.
+    The sum over experts is not among the results.
+    """
+    (t, top_k, h), dtype = tokens[0].shape, tokens[0].dtype
+    x, weight = norm
+    call = functools.partial(
+        library.combine_and_norm,
+        *(ctypes.c_int64(t), h, top_k, num_experts, _TYPES[dtype.name]),
+        *(_TYPES[weight.dtype.name], _EPS, int(together)),
+    )
+    (_, *results), launches = _counted(
+        library, call, [*tokens, x, weight], [x, x, x], 0, multiprocessors
+    )
+    return results, launches
+
+
 def heads_and_attention(
     library, call, *, older, together, multiprocessors=132, shared_bytes, **options
 ):

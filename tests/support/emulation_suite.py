@@ -31,9 +31,9 @@ _DIVIDED_PRODUCTS = (
 )
 
 
-def run_layer(library, engine, call, count=_FEW):
-    """Run a `kernel_cases.LayerCall`."""
-    return cuda_emulation.moe(library, engine, *call.operands, count)
+def run_layer(library, engine, call, count=_FEW, **options):
+    """Run a `kernel_cases.LayerCall`, with the options of `cuda_emulation.moe`."""
+    return cuda_emulation.moe(library, engine, *call.operands, count, **options)
 
 
 def run_product(library, engine, call, count=_FEW, **options):

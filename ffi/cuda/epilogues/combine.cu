@@ -12,9 +12,6 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kManyThreads = 128;
-// CombineMany runs where Combine would have this many blocks for each multiprocessor.
-constexpr int64_t kManyBlocks = 4;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // A block handles kManyThreads vectors of a token, which has `blocks` blocks.
 template <typename T>
@@ -22,38 +19,13 @@ __global__ void __launch_bounds__(kManyThreads, 8)
     CombineMany(const CombineTokens p, const T* outputs, uint32_t blocks) {
   constexpr int kVector = 16 / sizeof(T);
   StartNextKernel();  // allowed at once: this kernel does not overlap
-  const int lane = threadIdx.x % 32;
   const uint32_t token = blockIdx.x / blocks, part = blockIdx.x % blocks;
   const auto column = static_cast<int32_t>(part * kManyThreads + threadIdx.x) * kVector;
   const bool inside = column < p.h;
-  const int64_t first_slot = static_cast<int64_t>(token) * p.top_k;
-  const T* row = outputs + first_slot * p.h + column;
+  const T* row = outputs + static_cast<int64_t>(token) * p.top_k * p.h + column;
   float sums[kVector] = {};
-  for (int first = 0; first < p.top_k; first += kChoices) {
-    // Each of the first lanes has a choice. Bit j of `routed` tells whether choice j is routed.
-    int32_t expert = -1;
-    float weight = 1.0f;
-    if (lane < kChoices && first + lane < p.top_k) {
-      expert = p.expert_ids[first_slot + first + lane];
-      if (p.expert_weights != nullptr) weight = p.expert_weights[first_slot + first + lane];
-    }
-    const unsigned routed = __ballot_sync(kAllLanes, expert >= 0 && expert < p.num_experts);
-    uint4 loaded[kChoices];
-#pragma unroll
-    for (int j = 0; j < kChoices; ++j) {
-      const bool exists = inside && (routed >> j & 1) != 0;
-      if (exists) loaded[j] = __ldcs(reinterpret_cast<const uint4*>(row));
-      row += p.h;
-    }
-#pragma unroll
-    for (int j = 0; j < kChoices; ++j) {
-      const float own = __shfl_sync(kAllLanes, weight, j);
-      if ((routed >> j & 1) == 0) continue;
-      T values[kVector];
-      *reinterpret_cast<uint4*>(values) = loaded[j];
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sums[i] += own * ToFloat(values[i]);
-    }
+  for (int first = 0; first < p.top_k; first += kChoices, row += kChoices * p.h) {
+    AddOutputs<T>(WarpChoices(p, token, first), row, p.h, inside, sums);
   }
   if (!inside) return;
   T rounded[kVector];
@@ -67,8 +39,7 @@ template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const CombineTokens& tokens, const void* outputs) {
   constexpr int64_t kVector = 16 / sizeof(T);
   const auto* values = static_cast<const T*>(outputs);
-  const int64_t blocks = CeilDiv(tokens.t * (tokens.h / kVector), kCombineThreads);
-  if (blocks < kManyBlocks * MultiprocessorCount()) {
+  if (!CombinesMany(tokens.t, tokens.h)) {
     return LaunchCombine<T>(stream, tokens, FinishedOutputs<T>{values, tokens.h},
                             /*overlaps=*/true);
   }

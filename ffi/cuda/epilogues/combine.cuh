@@ -19,20 +19,13 @@
 #include <cstring>
 
 #include "cuda/instructions/hopper.cuh"
+#include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/elements.cuh"
+#include "cuda/warp_sum.cuh"
 #include "shapes.h"
 
 namespace nvfp4 {
-
-struct CombineTokens {
-  const int32_t* expert_ids;    // [t, top_k]; any value
-  const float* expert_weights;  // [t, top_k]; if null, all weights are 1
-  void* y;                      // [t, h]
-  int64_t t;
-  int32_t h;  // a multiple of 16
-  int32_t top_k, num_experts;
-};
 
 // The outputs [t, top_k, h] of GEMM 2, which has applied scales and bias.
 template <typename T>
@@ -73,6 +66,48 @@ __device__ __forceinline__ Choices LoadChoices(const CombineTokens& p, const Sou
     choices.weights[j] = routed && p.expert_weights != nullptr ? p.expert_weights[slot] : 1.0f;
   }
   return choices;
+}
+
+// As Choices, for a whole warp: lane j has choice first + j.
+struct WarpChoices {
+  unsigned routed;  // bit j tells whether choice first + j is routed
+  float weight = 1.0f;
+
+  __device__ __forceinline__ WarpChoices(const CombineTokens& p, int64_t token, int first) {
+    const int choice = static_cast<int>(threadIdx.x % 32);
+    int32_t expert = -1;
+    if (choice < kChoices && first + choice < p.top_k) {
+      const int64_t slot = token * p.top_k + first + choice;
+      expert = p.expert_ids[slot];
+      if (p.expert_weights != nullptr) weight = p.expert_weights[slot];
+    }
+    routed = __ballot_sync(kAllLanes, expert >= 0 && expert < p.num_experts);
+  }
+};
+
+// sums += weight * output for these choices, in their order. `row` points to the columns of this
+// thread in the output of the first of them. Whole warps call it; threads that are not `inside`
+// read nothing.
+template <typename T>
+__device__ __forceinline__ void AddOutputs(const WarpChoices& choices, const T* row, int32_t stride,
+                                           bool inside, float (&sums)[16 / sizeof(T)]) {
+  constexpr int kVector = 16 / sizeof(T);
+  uint4 loaded[kChoices];
+#pragma unroll
+  for (int j = 0; j < kChoices; ++j) {
+    const bool exists = inside && (choices.routed >> j & 1) != 0;
+    if (exists) loaded[j] = __ldcs(reinterpret_cast<const uint4*>(row));
+    row += stride;
+  }
+#pragma unroll
+  for (int j = 0; j < kChoices; ++j) {
+    const float weight = __shfl_sync(kAllLanes, choices.weight, j);
+    if ((choices.routed >> j & 1) == 0) continue;
+    T values[kVector];
+    *reinterpret_cast<uint4*>(values) = loaded[j];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sums[i] += weight * ToFloat(values[i]);
+  }
 }
 
 // Combines the rows of a token. Each thread handles 16 bytes of each row.
@@ -138,6 +173,12 @@ cudaError_t LaunchCombine(cudaStream_t stream, const CombineTokens& tokens, cons
   const int64_t blocks = CeilDiv(tokens.t * (tokens.h / kVector), kCombineThreads);
   return LaunchWide(stream, dim3(static_cast<unsigned>(blocks)), kCombineThreads, 0, overlaps,
                     Combine<T, Source>, tokens, source);
+}
+
+// Whether so many tokens are combined that kernels should not overlap; see combine.cu.
+inline bool CombinesMany(int64_t tokens, int64_t h) {
+  constexpr int64_t kManyBlocks = 4;  // of Combine, for each multiprocessor
+  return CeilDiv(tokens * (h / 8), kCombineThreads) >= kManyBlocks * MultiprocessorCount();
 }
 
 // Combines outputs [t, top_k, h] of `type`, bf16 or f16. For few tokens, the kernel overlaps with

@@ -14,6 +14,8 @@
 //   GEMM 2      W2, bias -> d [slots, h], in the type of x                 expert_gemm_sm*.cu
 //   combine     y[t] = sum of w[t, j] * d[t, j], in order of j             combine.cu
 //
+// The last launch may be left to a norm that follows (combine_rms_norm.cu), if there is one chunk.
+//
 // A handful of slots needs no sort. Two kernels then run the layer, which group slots and round
 // inside:
 //   GEMM 1      W1, bias, activation -> a [slots, i]                       expert_gemm_few.cu
@@ -175,6 +177,10 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
                                                    workspace.activated, workspace.down);
   if (FewFit(call, chunk.slots)) return LaunchFew(stream, call, chunk, products);
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortedProducts(stream, call, chunk, workspace, plan, products));
+  if (buffers.combine != nullptr && chunk.tokens == call.shape.t) {
+    *buffers.combine = {MakeCombineTokens(call, chunk), workspace.down, call.type};
+    return cudaSuccess;
+  }
   return LaunchCombineChunk(stream, call, chunk, workspace.down);
 }
 
