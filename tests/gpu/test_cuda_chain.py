@@ -152,6 +152,17 @@ def test_branches_have_the_bits_of_calls(layers, run, rows):
         np.testing.assert_array_equal(run(x, layers), expected)
 
 
+# Experts of three rows need no sort, and leave nothing. From 1056 rows on, norms do not overlap.
+@pytest.mark.parametrize("rows", [3, 16, 64, 1100])
+def test_norms_that_sum_over_experts_have_the_bits_of_calls(layers, rows):
+    run = functools.partial(run_layers, target=Target.current(), shared=False)
+    x = make_tokens(rows)
+    expected = np.asarray(jax.jit(run)(x, layers))
+    in_chain = jax.jit(lambda x, layers: ops.chain_calls(lambda x: run(x, layers))(x))
+    for _ in range(20):
+        np.testing.assert_array_equal(in_chain(x, layers), expected)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_branches_in_a_loop_have_the_bits_of_calls(layers, rows):
     """The whole loop is one CUDA graph, as that of `generate`."""

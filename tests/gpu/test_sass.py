@@ -90,7 +90,6 @@ WAIT_FIRST = (
     "ExpandValues",
     "LatentAttention",
     "Route",
-    "RouteFew",
     "CountSegment",
     "SortByExpert",
     "GroupTiles",

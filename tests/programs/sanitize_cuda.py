@@ -12,6 +12,7 @@ uninitialized memory would return values that are not finite.
 """
 
 import argparse
+import functools
 import itertools
 
 import cuda_calls
@@ -37,6 +38,7 @@ from latents_suite import CASES as LATENTS
 from latents_suite import PAIRS as LATENT_PAIRS
 from latents_suite import make as make_latents
 from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba, take_rates
+from shared_expert_block import HIDDEN, make_layer, run_layers
 
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.backends import _ffi
@@ -415,6 +417,19 @@ def main():
         PARTS[part]()
 
 
+def run_chains():
+    """Run chains of layers, which leave work to each other, with and without branches."""
+    target = Target.current()
+    layers = [make_layer(seed, target) for seed in range(2)]
+    for rows, shared in itertools.product((1, 3, 16, 70, 1100), (False, True)):
+        x = jax.random.normal(jax.random.key(rows), (rows, HIDDEN), jnp.bfloat16)
+        run = functools.partial(run_layers, layers=layers, target=target, shared=shared)
+        y = ops.chain_calls(run)(x)
+        check(f"chain {rows} {shared}", y)
+        if not (np.asarray(y) == np.asarray(run(x))).all():
+            raise RuntimeError("a chain has other bits than its calls")
+
+
 def run_claims():
     """Run expert layers of which blocks claim the tiles."""
     for case, dtype in itertools.product(CLAIMED_LAYERS, DTYPES[:2]):
@@ -451,6 +466,7 @@ PARTS = {
     "rows": run_rows,
     "dense": run_dense_layers,
     "claims": run_claims,
+    "chains": run_chains,
     "delta_rules": run_delta_rules,
     "convolutions": run_convolutions,
     "recurrent_steps": run_recurrent_steps,

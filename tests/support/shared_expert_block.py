@@ -32,13 +32,15 @@ def make_layer(seed, target):
     }
 
 
-def run_layers(x, layers, target):
+def run_layers(x, layers, target, *, shared=True):
     """Run the layers, whose norms add the inputs of the layer before.
 
     Args:
       x: tokens ``[t, HIDDEN]``, bfloat16.
       layers: list of what `make_layer` returns.
       target: the `Target` to lower for.
+      shared: whether to run the shared experts. Otherwise norms add what the routed experts return,
+        and compute its sums over the experts of a token in a chain.
 
     Returns:
       ``[t, HIDDEN]``.
@@ -49,7 +51,10 @@ def run_layers(x, layers, target):
         logits = dense(own, layer["router"], target=target)
         ids, weights = ops.route(Router(TOP_K), logits, target=target)
         routed = ops.moe_mlp(own, layer["experts"], ids, weights, target=target)
+        if not shared:
+            y = routed
+            continue
         gate_up = ops.linear(own, layer["gate_up"], target=target)
-        shared = ops.linear(ops.activate(gate_up, target=target), layer["down"], target=target)
-        y = ops.add_gated(routed, None, shared, target=target)
+        other = ops.linear(ops.activate(gate_up, target=target), layer["down"], target=target)
+        y = ops.add_gated(routed, None, other, target=target)
     return ops.add_rms_norm(x, y, layers[-1]["norm"], eps=1e-6, target=target)[1]

@@ -3,14 +3,11 @@
 //
 //   logits [t, e], bias [e] or null -> expert_ids [t, top_k], expert_weights [t, top_k]
 //
-// Bottleneck: latency; 64 tokens of 512 experts are only 128 KiB. There are two kernels:
-//
-//   Route      One warp handles a token, and lane l holds experts l, 32 + l, 64 + l, ... in
-//              registers. Each of top_k rounds finds the largest key of the warp, and then the
-//              lowest expert that has this key. Lane j keeps the j-th choice.
-//   RouteFew   For few tokens of up to kRankedExperts experts. A block handles a token, with a
-//              thread for each expert. The thread counts the keys before its own, which is the
-//              place of its expert. The place does not need top_k rounds, one after the other.
+// Bottleneck: latency; 64 tokens of 512 experts are only 128 KiB. One warp handles a token, and
+// lane l holds experts l, 32 + l, 64 + l, ... in registers. Each of top_k rounds finds the largest
+// key of the warp, and then the lowest expert that has this key. Lane j keeps the j-th choice.
+// Lanes with up to kMostSorted experts sort them first, so that a round has fewer steps that depend
+// on each other.
 //
 // At the end, lane j computes the score of the j-th choice again, which costs less than keeping
 // scores beside the keys.
@@ -36,8 +33,7 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kRankedExperts = 256;  // the most of RouteFew
-constexpr int kFewTokens = 128;      // its most tokens, which devices can run at once
+constexpr int kMostSorted = 8;  // keys of a lane
 constexpr uint32_t kNoKey = 0;
 constexpr uint32_t kNanKey = 0xffffffffu;
 constexpr uint32_t kLowestKey = 0x007fffffu;  // the key of minus infinity
@@ -166,6 +162,81 @@ __device__ __forceinline__ void DropGroups(const RouterCall& call, uint32_t (&ke
   }
 }
 
+// Removes the top_k largest keys, and returns the index of the j-th one to lane j. Other lanes get
+// 0.
+template <int kPerLane>
+__device__ __forceinline__ int TakeChoices(uint32_t (&keys)[kPerLane], int top_k, int lane) {
+  int mine = 0;
+#pragma unroll 1
+  for (int choice = 0; choice < top_k; ++choice) {
+    const int best = TakeBest(keys, lane);
+    if (lane == choice) mine = best;
+  }
+  return mine;
+}
+
+// The keys of a lane in descending order, with their indices. Equal keys have ascending indices.
+template <int kPerLane>
+class SortedKeys {
+ public:
+  __device__ __forceinline__ SortedKeys(const uint32_t (&keys)[kPerLane], int lane) {
+#pragma unroll
+    for (int r = 0; r < kPerLane; ++r) keys_[r] = keys[r], indices_[r] = 32 * r + lane;
+    // Batcher's odd-even mergesort.
+#pragma unroll
+    for (int size = 1; size < kPerLane; size *= 2) {
+#pragma unroll
+      for (int step = size; step > 0; step /= 2) {
+#pragma unroll
+        for (int first = step % size; first + step < kPerLane; first += 2 * step) {
+#pragma unroll
+          for (int i = first; i < first + step && i + step < kPerLane; ++i) {
+            if (i / (2 * size) == (i + step) / (2 * size)) Order(i, i + step);
+          }
+        }
+      }
+    }
+  }
+
+  // As TakeChoices.
+  __device__ __forceinline__ int TakeChoices(int top_k, int lane) {
+    int mine = 0;
+#pragma unroll 1
+    for (int choice = 0; choice < top_k; ++choice) {
+      const uint32_t best = __reduce_max_sync(kAllLanes, keys_[0]);
+      bool is_best = keys_[0] == best;
+      uint32_t winners = __ballot_sync(kAllLanes, is_best);
+      if (__popc(winners) > 1) {
+        const int index = __reduce_min_sync(kAllLanes, is_best ? indices_[0] : INT32_MAX);
+        is_best = is_best && indices_[0] == index;
+        winners = __ballot_sync(kAllLanes, is_best);
+      }
+      const int index = __shfl_sync(kAllLanes, indices_[0], __ffs(static_cast<int>(winners)) - 1);
+      if (lane == choice) mine = index;
+#pragma unroll
+      for (int r = 0; r < kPerLane; ++r) {
+        const bool is_last = r == kPerLane - 1;
+        keys_[r] = is_best ? (is_last ? kNoKey : keys_[r + (is_last ? 0 : 1)]) : keys_[r];
+        indices_[r] = is_best && !is_last ? indices_[r + (is_last ? 0 : 1)] : indices_[r];
+      }
+    }
+    return mine;
+  }
+
+ private:
+  // Exchanges the keys at `before` and `after` unless they are in order.
+  __device__ __forceinline__ void Order(int before, int after) {
+    const uint32_t a = keys_[before], b = keys_[after];
+    const int i = indices_[before], j = indices_[after];
+    const bool swap = b > a || (b == a && j < i);
+    keys_[before] = swap ? b : a, keys_[after] = swap ? a : b;
+    indices_[before] = swap ? j : i, indices_[after] = swap ? i : j;
+  }
+
+  uint32_t keys_[kPerLane];
+  int indices_[kPerLane];
+};
+
 template <int kPerLane>
 __device__ __forceinline__ void LoadExperts(const float* source, int e, float absent,
                                             float (&values)[kPerLane], int lane) {
@@ -226,69 +297,14 @@ __global__ void __launch_bounds__(kThreads, 1) Route(const RouterCall call, cons
   Softmax softmax = ChoiceKeys<kPerLane, kScore>(call, logits, p.bias, keys, lane);
   if (call.groups_kept < call.num_groups) DropGroups(call, keys, rows[warp], lane);
 
-  int mine = 0;
-#pragma unroll 1
-  for (int choice = 0; choice < call.top_k; ++choice) {
-    const int best = TakeBest(keys, lane);
-    if (lane == choice) mine = best;
+  int mine;
+  if constexpr (kPerLane <= kMostSorted) {
+    mine = SortedKeys<kPerLane>(keys, lane).TakeChoices(call.top_k, lane);
+  } else {
+    mine = TakeChoices(keys, call.top_k, lane);
   }
-
   const float logit = lane < call.top_k ? logits[mine] : -INFINITY;
   Finish<kScore>(call, p, token, lane, mine, logit, softmax);
-}
-
-// As Route, for experts without groups. Softmax scores must be chosen by their logits: otherwise
-// all scores need the sum of all experts.
-template <RouterScore kScore>
-__global__ void __launch_bounds__(kRankedExperts, 1)
-    RouteFew(const RouterCall call, const RouterBuffers p) {
-  __shared__ uint4 keys[kRankedExperts / 4];
-  __shared__ int32_t chosen[kMaxTopK];
-  __shared__ float chosen_logits[kMaxTopK];
-  const int expert = static_cast<int>(threadIdx.x), lane = expert % 32, warp = expert / 32;
-  const int warps = (call.e + 31) / 32;
-  const int64_t token = static_cast<int64_t>(blockIdx.x);
-  const bool exists = expert < call.e;
-  if (p.bias != nullptr) PrefetchLines(p.bias, 4 * call.e, threadIdx.x, 32 * warps);
-  WaitForPrecedingKernel();
-  StartNextKernel();
-  const float logit = exists ? p.logits[token * call.e + expert] : -INFINITY;
-  const float bias = exists && p.bias != nullptr ? p.bias[expert] : 0.0f;
-  const float value = call.select_logits ? logit : Score<kScore>(logit, Softmax()) + bias;
-  const uint32_t key = exists ? KeyOf(value) : kNoKey;
-  reinterpret_cast<uint32_t*>(keys)[expert] = key;
-  __syncthreads();
-  // The place of this expert: larger keys come before it, and equal ones of lower experts.
-  int place = __popc(__match_any_sync(kAllLanes, key) & ((1u << lane) - 1));
-#pragma unroll 1
-  for (int other = 0; other < warps; ++other) {
-    const uint32_t least = other < warp ? key : key + 1;
-    if (least == 0) continue;  // no key is above the largest one
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint4 its = keys[8 * other + i];
-      const uint32_t of[4] = {its.x, its.y, its.z, its.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) place += of[j] >= least ? 1 : 0;
-    }
-  }
-  if (exists && place < call.top_k) {
-    chosen[place] = expert;
-    chosen_logits[place] = logit;
-  }
-  __syncthreads();
-  if (warp > 0) return;
-  const bool is_choice = lane < call.top_k;
-  Finish<kScore>(call, p, token, lane, is_choice ? chosen[lane] : 0,
-                 is_choice ? chosen_logits[lane] : -INFINITY, Softmax());
-}
-
-// Returns whether RouteFew takes the call. It has more threads for a token, and is faster where
-// they would be idle otherwise.
-bool FitsRouteFew(const RouterCall& call) {
-  const bool is_alone = call.select_logits || call.score != RouterScore::kSoftmax;
-  return is_alone && call.e > 0 && call.e <= kRankedExperts &&
-         call.groups_kept == call.num_groups && call.t <= kFewTokens;
 }
 
 // Launches the instance that needs the fewest registers to hold all experts.
@@ -301,24 +317,16 @@ cudaError_t LaunchRouteOf(cudaStream_t stream, const RouterCall& call, const Rou
   return LaunchWide(stream, grid, kThreads, 0, /*overlaps=*/true, Route<kPerLane, kScore>, call, p);
 }
 
-template <RouterScore kScore>
-cudaError_t LaunchScored(cudaStream_t stream, const RouterCall& call, const RouterBuffers& p) {
-  if (!FitsRouteFew(call)) return LaunchRouteOf<1, kScore>(stream, call, p);
-  const dim3 grid(static_cast<unsigned>(call.t));
-  return LaunchWide(stream, grid, 32 * static_cast<int>(CeilDiv(call.e, 32)), 0, /*overlaps=*/true,
-                    RouteFew<kScore>, call, p);
-}
-
 }  // namespace
 
 cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& p) {
   switch (call.score) {
     case RouterScore::kSoftmax:
-      return LaunchScored<RouterScore::kSoftmax>(stream, call, p);
+      return LaunchRouteOf<1, RouterScore::kSoftmax>(stream, call, p);
     case RouterScore::kSigmoid:
-      return LaunchScored<RouterScore::kSigmoid>(stream, call, p);
+      return LaunchRouteOf<1, RouterScore::kSigmoid>(stream, call, p);
     case RouterScore::kSqrtSoftplus:
-      return LaunchScored<RouterScore::kSqrtSoftplus>(stream, call, p);
+      return LaunchRouteOf<1, RouterScore::kSqrtSoftplus>(stream, call, p);
   }
   return cudaErrorInvalidValue;
 }
