@@ -3,8 +3,8 @@
 // PLATFORM is "branches", or "plain" for a platform that runs calls in order. FLAGS are those of
 // one call after the other; "!" behind them makes the call fail, and "?" makes it ignore the work
 // that the call before has left to it. With "%" the call runs, and leaves the rest of its work.
-// Prints one word for each hook, the stream of each call, what was left to it, with "(first)" if no
-// kernel of the chain precedes it, and the error at the end.
+// Prints one word for each hook, what was left to each call, its stream, and the error at the end.
+// "(first)" follows what was left to a call if no kernel of the chain precedes it.
 #include <cstdio>
 #include <cstdlib>
 #include <string>

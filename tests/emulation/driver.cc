@@ -60,6 +60,23 @@ ExpertWeights WeightsAt(void* const* operands) {
           static_cast<const float*>(operands[4])};
 }
 
+// A call of an expert layer.
+struct ExpertLayer {
+  MoECall call;
+  MoEBuffers buffers;
+};
+
+// Reads x, gate_up, down, expert_ids, expert_weights, y and workspace.
+ExpertLayer LayerOf(const MoEShape& shape, const ActivationParameters& activation, int type,
+                    int engine, int weight_on_input, int activation_scale, void* const* operands) {
+  return {{shape, static_cast<DataType>(type), activation,
+           static_cast<ActivationScale>(activation_scale), weight_on_input != 0,
+           static_cast<EngineKind>(engine)},
+          {operands[0], WeightsAt(operands + 1), WeightsAt(operands + 6),
+           static_cast<const int32_t*>(operands[11]), static_cast<const float*>(operands[12]),
+           operands[13], operands[14]}};
+}
+
 struct TakenGroups {
   Fp4Groups groups;
   int64_t bytes;
@@ -135,25 +152,14 @@ int combine(int64_t t, int32_t h, int32_t top_k, int32_t num_experts, int type,
 // twice, because a kernel may read its row before it waits. Both results must have the same bits.
 int moe(const MoEShape* shape, const ActivationParameters* activation, int type, int engine,
         int weight_on_input, int activation_scale, void* const* operands) {
-  MoECall call = {*shape,
-                  static_cast<DataType>(type),
-                  *activation,
-                  static_cast<ActivationScale>(activation_scale),
-                  weight_on_input != 0,
-                  static_cast<EngineKind>(engine)};
-  const MoEBuffers buffers = {operands[0],
-                              WeightsAt(operands + 1),
-                              WeightsAt(operands + 6),
-                              static_cast<const int32_t*>(operands[11]),
-                              static_cast<const float*>(operands[12]),
-                              operands[13],
-                              operands[14]};
-  const cudaError_t status = FunctionsOf(engine).moe(nullptr, call, buffers);
-  if (status != cudaSuccess || shape->t != 1 || call.is_empty()) return status;
-  const auto* y = static_cast<const uint8_t*>(buffers.y);
-  const std::vector<uint8_t> first(y, y + call.output_bytes());
-  call.x_is_older = true;
-  const cudaError_t again = FunctionsOf(engine).moe(nullptr, call, buffers);
+  ExpertLayer layer =
+      LayerOf(*shape, *activation, type, engine, weight_on_input, activation_scale, operands);
+  const cudaError_t status = FunctionsOf(engine).moe(nullptr, layer.call, layer.buffers);
+  if (status != cudaSuccess || shape->t != 1 || layer.call.is_empty()) return status;
+  const auto* y = static_cast<const uint8_t*>(layer.buffers.y);
+  const std::vector<uint8_t> first(y, y + layer.call.output_bytes());
+  layer.call.x_is_older = true;
+  const cudaError_t again = FunctionsOf(engine).moe(nullptr, layer.call, layer.buffers);
   if (again != cudaSuccess) return again;
   return std::equal(first.begin(), first.end(), y) ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -162,22 +168,11 @@ int moe(const MoEShape* shape, const ActivationParameters* activation, int type,
 // does not leave it out.
 int moe_and_combine(const MoEShape* shape, const ActivationParameters* activation, int type,
                     int engine, int weight_on_input, int activation_scale, void* const* operands) {
-  const MoECall call = {*shape,
-                        static_cast<DataType>(type),
-                        *activation,
-                        static_cast<ActivationScale>(activation_scale),
-                        weight_on_input != 0,
-                        static_cast<EngineKind>(engine)};
+  ExpertLayer layer =
+      LayerOf(*shape, *activation, type, engine, weight_on_input, activation_scale, operands);
   InputCombine combine = {};
-  const MoEBuffers buffers = {operands[0],
-                              WeightsAt(operands + 1),
-                              WeightsAt(operands + 6),
-                              static_cast<const int32_t*>(operands[11]),
-                              static_cast<const float*>(operands[12]),
-                              operands[13],
-                              operands[14],
-                              &combine};
-  const cudaError_t status = LaunchMoEW4A16(nullptr, call, buffers);
+  layer.buffers.combine = &combine;
+  const cudaError_t status = LaunchMoEW4A16(nullptr, layer.call, layer.buffers);
   if (status != cudaSuccess) return status;
   if (combine.outputs == nullptr) return cudaErrorNotReady;
   return LaunchCombineOutputs(nullptr, combine.type, combine.tokens, combine.outputs);

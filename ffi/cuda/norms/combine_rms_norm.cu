@@ -1,5 +1,5 @@
 // Sums the outputs of the experts of each token, adds the sum to the residual stream, and
-// normalizes the result, in one launch:
+// normalizes the result, in one launch.
 //
 //   added = sum over j, in order, of weight[t, j] * output(t, j)     rounded to the type of x
 //   sum = x + added                                                 rounded to the type of x

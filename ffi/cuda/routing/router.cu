@@ -7,9 +7,10 @@
 // lane l holds experts l, 32 + l, 64 + l, ... in registers. Each of top_k rounds finds the largest
 // key of the warp, and then the lowest expert that has this key. Lane j keeps the j-th choice.
 //
-// Fetching instructions is a large part of the time of so short a kernel. Two forms with fewer
-// steps that depend on each other, but with more code, made a step of Qwen3-30B-A3B slower: a
-// thread for each expert that counts the keys before its own, and lanes that sort their keys first.
+// Fetching instructions is a large part of the time of so short a kernel. Two forms had fewer steps
+// that depend on each other, but more code. In one, a thread for each expert counted the keys
+// before its own, and in the other, lanes sorted their keys first. Steps of Qwen3-30B-A3B became
+// slower.
 //
 // At the end, lane j computes the score of the j-th choice again, which costs less than keeping
 // scores beside the keys.
