@@ -83,7 +83,6 @@ class _Deferral:
 _ONE = range(1, 2)
 _SEVERAL = range(2, 1 << 31)
 
-
 # FFI target -> when a call of it leaves its work to the next call. The handlers of both calls in
 # ``ffi/cuda_*_bindings.cc`` pass it on.
 _DEFERRALS = {
@@ -108,14 +107,14 @@ _DEFERRALS = {
         lengths=_ONE,
         unwritten=0,
     ),
-}
-# A norm computes the sum over the experts of each token that it adds. With one token, the experts
-# leave nothing: their second product computes the sum.
-_DEFERRALS |= {
-    target: _Deferral(
-        frozenset({"nvfp4_add_rms_norm_cuda"}), {1: 0}, axis=0, lengths=_SEVERAL, unwritten=0
-    )
-    for target in ("nvfp4_moe_w4a16_sm80", "nvfp4_moe_w4a16_sm90")
+    # A norm computes the sum over the experts of each token that it adds. With one token, the
+    # experts leave nothing: their second product computes the sum.
+    **dict.fromkeys(
+        ("nvfp4_moe_w4a16_sm80", "nvfp4_moe_w4a16_sm90"),
+        _Deferral(
+            frozenset({"nvfp4_add_rms_norm_cuda"}), {1: 0}, axis=0, lengths=_SEVERAL, unwritten=0
+        ),
+    ),
 }
 
 

@@ -1,11 +1,12 @@
 // Sums the outputs of the experts of each token, adds the sum to the residual stream, and
-// normalizes the result, in one launch.
+// normalizes the result, in one launch. The first step is that of combine.cuh:
 //
 //   added = sum over j, in order, of weight[t, j] * output(t, j)     rounded to the type of x
+//
+// `added` stays in registers. The other steps are those of add_rms_norm.cu:
+//
 //   sum = x + added                                                 rounded to the type of x
 //   y = weight * sum / sqrt(mean(sum^2) + eps)                      over each row
-//
-// The numbers are those of combine.cuh and add_rms_norm.cu. `added` stays in registers.
 //
 // Bottleneck: latency for few rows, reading the outputs for many. One block handles a row, with
 // pieces as in norm_pieces.cuh. For few rows, the kernel may start while GEMM 2 of the experts
