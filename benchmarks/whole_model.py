@@ -42,6 +42,7 @@ class WholeModel:
       config: contents of ``config.json``.
       attention_layers: number of layers with a softmax attention, out of how many layers; the
         layers between have another mixer.
+      expert_layers: number of layers with experts, out of how many layers.
       heads: number of query heads.
       head_channels: channels of a query head plus those of a value head.
     """
@@ -52,16 +53,26 @@ class WholeModel:
     attention_layers: tuple[int, int]
     heads: int
     head_channels: int
+    expert_layers: tuple[int, int] = (1, 1)
 
     @property
     def layers(self) -> int:
         return self.config["num_hidden_layers"]
 
+    @property
+    def layers_of_experts(self) -> float:
+        """Return the number of layers with experts. It is exact for a model that is not cut."""
+        some, out_of = self.expert_layers
+        return self.layers * some / out_of
+
     def cut(self, layers: int | None) -> "WholeModel":
         """Return the model with fewer layers. None keeps all."""
         if layers is None:
             return self
-        return dataclasses.replace(self, config={**self.config, "num_hidden_layers": layers})
+        config = {**self.config, "num_hidden_layers": layers}
+        if "hybrid_override_pattern" in config:
+            config["hybrid_override_pattern"] = config["hybrid_override_pattern"][:layers]
+        return dataclasses.replace(self, config=config)
 
     def attention_flops(self, tokens: int) -> float:
         """Return the FLOPs of the causal attention of a prompt, in all layers."""
@@ -133,6 +144,32 @@ def _deepseek(name, case):
     return WholeModel(name, case, config, (1, 1), 128, 192 + 128)
 
 
+def _nemotron3(name, case):
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    config = {
+        "architectures": ["NemotronHForCausalLM"],
+        "vocab_size": 131072,
+        "hidden_size": case.hidden,
+        "num_hidden_layers": len(pattern),
+        "hybrid_override_pattern": pattern,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "moe_intermediate_size": case.intermediate,
+        "moe_shared_expert_intermediate_size": 3712,
+        "n_routed_experts": case.experts,
+        "num_experts_per_tok": case.top_k,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": _LONGEST,
+    }
+    attention, experts = ((pattern.count(kind), len(pattern)) for kind in "*E")
+    return WholeModel(name, case, config, attention, 32, 256, experts)
+
+
 _REAL_QWEN3 = {
     "vocab_size": 151936,
     "num_hidden_layers": 48,
@@ -152,6 +189,7 @@ MODELS = {
     for model in (
         _qwen3("qwen3-30b-a3b", CASES["qwen3-30b-a3b"], **_REAL_QWEN3),
         _qwen36("qwen3.6-35b-a3b", CASES["qwen3.6-35b-a3b"]),
+        _nemotron3("nemotron3-nano", CASES["nemotron3-nano"]),
         _deepseek("deepseek-v3-4-layers", CASES["deepseek-v3"]),
         _qwen3("tiny", CASES["tiny"], **_TINY_QWEN3),  # to try the benchmarks themselves
     )
@@ -325,7 +363,7 @@ def step_floor(whole, built, batch, length, ceilings: Ceilings) -> dict[str, flo
     kept, states = cache_bytes(built.model, batch, length)
     bandwidth = ceilings.copy_tb_per_s * 1e6  # bytes per microsecond
     parts = {
-        "experts": whole.layers * experts,
+        "experts": whole.layers_of_experts * experts,
         "dense": built.read_bytes / bandwidth,
         "cache": kept / bandwidth,
         "states": 2 * states / bandwidth,  # read once and written once
@@ -343,7 +381,7 @@ def prefill_floor(whole, built, batch, tokens, ceilings: Ceilings) -> dict[str, 
     experts = floor_us(whole.case, rows, expected_active(whole.case, rows), ceilings)
     rate = ceilings.matmul_tflop_per_s * 1e6  # FLOPs per microsecond
     parts = {
-        "experts": whole.layers * experts,
+        "experts": whole.layers_of_experts * experts,
         "linears": 2 * built.linear_weights * rows / rate,
         "attention": batch * whole.attention_flops(tokens) / rate,
     }

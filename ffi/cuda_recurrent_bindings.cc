@@ -315,6 +315,61 @@ ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuf
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
   return FromCuda(LaunchMamba2Step(stream, call, buffers), "nvfp4_mamba2_step_cuda");
 }
+
+ffi::Error Mamba2Scan(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer dt, ffi::AnyBuffer a,
+                      ffi::AnyBuffer B, ffi::AnyBuffer C, ffi::AnyBuffer D, ffi::AnyBuffer lengths,
+                      ffi::AnyBuffer state, ffi::Result<ffi::AnyBuffer> y,
+                      ffi::Result<ffi::AnyBuffer> new_state,
+                      ffi::Result<ffi::AnyBuffer> workspace) {
+  const NamedOperand arrays[] = {{"x", x}, {"dt", dt}, {"a", a},         {"B", B},
+                                 {"C", C}, {"D", D},   {"state", state}, {"y", *y}};
+  for (const NamedOperand& array : arrays) {
+    NVFP4_RETURN_IF_ERROR(ExpectType(array.name, array.buffer.element_type(), ffi::F32));
+    NVFP4_RETURN_IF_ERROR(ExpectAligned({array}, kAlignment));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [b, t, h, p]", x.dimensions(), 4));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("B [b, t, g, n]", B.dimensions(), 4));
+  const int64_t b = x.dimensions()[0], t = x.dimensions()[1], heads = x.dimensions()[2];
+  const int64_t p = x.dimensions()[3], groups = B.dimensions()[2], n = B.dimensions()[3];
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("g (B)", groups, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("h (x)", heads, groups));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("p (x)", p, kStateWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (B)", n, kStateWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("p (x)", p, kMaxStateWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (B)", n, kMaxStateWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", heads, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b t h (x)", b * t * heads, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("dt [b, t, h]", dt.dimensions(), {b, t, heads}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("a [h]", a.dimensions(), {heads}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("B [b, t, g, n]", B.dimensions(), {b, t, groups, n}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("C [b, t, g, n]", C.dimensions(), {b, t, groups, n}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("D [h]", D.dimensions(), {heads}));
+  NVFP4_RETURN_IF_ERROR(ExpectType("lengths", lengths.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("lengths [b]", lengths.dimensions(), {b}));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"lengths", lengths}}, kAlignment));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("state [b, h, p, n]", state.dimensions(), {b, heads, p, n}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, h, p]", y->dimensions(), {b, t, heads, p}));
+  const Mamba2ScanCall call = {b,
+                               t,
+                               static_cast<int32_t>(heads),
+                               static_cast<int32_t>(groups),
+                               static_cast<int32_t>(p),
+                               static_cast<int32_t>(n)};
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, Mamba2ScanWorkspaceBytes(call)));
+  const Mamba2ScanBuffers buffers = {Data<float>(x),
+                                     Data<float>(dt),
+                                     Data<float>(a),
+                                     Data<float>(B),
+                                     Data<float>(C),
+                                     Data<float>(D),
+                                     DataOrNull<int32_t>(lengths),
+                                     static_cast<float*>(new_state->untyped_data()),
+                                     static_cast<float*>(y->untyped_data()),
+                                     workspace->untyped_data()};
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
+  return FromCuda(LaunchMamba2Scan(stream, call, buffers), "nvfp4_mamba2_scan_cuda");
+}
+
 // kCmdBufferCompatible: see cuda_mixer_bindings.cc.
 XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
                        ffi::Ffi::Bind()
@@ -395,6 +450,22 @@ XLA_FFI_DEFINE_HANDLER(kMamba2Step, Mamba2Step,
                            .Attr<float>("eps"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kMamba2Scan, Mamba2Scan,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()   // x          [b, t, h, p]
+                           .Arg<ffi::AnyBuffer>()   // dt         [b, t, h]
+                           .Arg<ffi::AnyBuffer>()   // a          [h]
+                           .Arg<ffi::AnyBuffer>()   // B          [b, t, g, n]
+                           .Arg<ffi::AnyBuffer>()   // C          [b, t, g, n]
+                           .Arg<ffi::AnyBuffer>()   // D          [h]
+                           .Arg<ffi::AnyBuffer>()   // lengths    [b] or [0]
+                           .Arg<ffi::AnyBuffer>()   // state      [b, h, p, n]
+                           .Ret<ffi::AnyBuffer>()   // y          [b, t, h, p]
+                           .Ret<ffi::AnyBuffer>()   // new_state, in the memory of state
+                           .Ret<ffi::AnyBuffer>(),  // workspace  U8 [bytes]
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 std::vector<NamedHandler> RecurrentHandlers() {
@@ -402,6 +473,7 @@ std::vector<NamedHandler> RecurrentHandlers() {
       {"nvfp4_delta_step_cuda", kDeltaStep},
       {"nvfp4_mamba2_step_cuda", kMamba2Step},
       {"nvfp4_delta_rule_cuda", kDeltaRule},
+      {"nvfp4_mamba2_scan_cuda", kMamba2Scan},
       {"nvfp4_causal_convolution_cuda", kCausalConvolution},
   };
 }

@@ -489,6 +489,10 @@ cudaError_t LaunchHeadProduct(cudaStream_t stream, const HeadProductCall& call,
 // are a multiple.
 constexpr int64_t kMaxStateWidth = 128, kStateWidthFactor = 4;
 
+// The tokens of the largest chunk of a recurrence over a prompt. Workspaces have room for whole
+// chunks of this size.
+constexpr int64_t kRecurrenceChunk = 64;
+
 // One token of each of b rows through a gated delta net, without its two projections. The state of
 // a value head is a matrix [d, e].
 struct DeltaStepCall {
@@ -543,7 +547,6 @@ struct DeltaRuleBuffers {
   void* workspace;  // DeltaRuleWorkspaceBytes
 };
 
-constexpr int64_t kDeltaRuleChunk = 64;  // the workspace has room for whole chunks of this size
 int64_t DeltaRuleWorkspaceBytes(const DeltaRuleCall& call);
 cudaError_t LaunchDeltaRule(cudaStream_t stream, const DeltaRuleCall& call,
                             const DeltaRuleBuffers& buffers);
@@ -610,5 +613,29 @@ struct Mamba2StepBuffers {
 
 cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,
                              const Mamba2StepBuffers& buffers);
+
+// The recurrence of Mamba-2 for t tokens of each of b rows. All arrays of numbers are float32.
+struct Mamba2ScanCall {
+  int64_t b, t;
+  int32_t heads, groups;  // groups divides heads
+  int32_t p, n;           // the width of x, and of B and C; multiples of 4
+};
+
+struct Mamba2ScanBuffers {
+  const float* x;          // [b, t, heads, p]
+  const float* dt;         // [b, t, heads]
+  const float* a;          // [heads]: rates of the decays, at most 0
+  const float* B;          // [b, t, groups, n]
+  const float* C;          // [b, t, groups, n]
+  const float* D;          // [heads]: factors of x in the results
+  const int32_t* lengths;  // [b] or null, as in DeltaRuleBuffers
+  float* state;            // [b, heads, p, n]; in place
+  float* y;                // [b, t, heads, p]; 0 for padding
+  void* workspace;         // Mamba2ScanWorkspaceBytes
+};
+
+int64_t Mamba2ScanWorkspaceBytes(const Mamba2ScanCall& call);
+cudaError_t LaunchMamba2Scan(cudaStream_t stream, const Mamba2ScanCall& call,
+                             const Mamba2ScanBuffers& buffers);
 
 }  // namespace nvfp4

@@ -23,7 +23,12 @@ from jax_nvfp4_moe.backends.cuda import (
 )
 from jax_nvfp4_moe.backends.heads_cpu import HEADS_CPU
 from jax_nvfp4_moe.backends.moves import MOVES_CPU
-from jax_nvfp4_moe.backends.recurrent import CONVOLUTION_CUDA, DELTA_RULE_CUDA, RECURRENT_CUDA
+from jax_nvfp4_moe.backends.recurrent import (
+    CONVOLUTION_CUDA,
+    DELTA_RULE_CUDA,
+    MAMBA2_SCAN_CUDA,
+    RECURRENT_CUDA,
+)
 from jax_nvfp4_moe.backends.reference import REFERENCE
 from jax_nvfp4_moe.backends.sm100 import MOE_W4A4_SM100
 from jax_nvfp4_moe.scheme import Backend
@@ -47,6 +52,7 @@ BACKENDS = (
     GATING_CUDA,
     CALL_CHAIN_CUDA,
     DELTA_RULE_CUDA,
+    MAMBA2_SCAN_CUDA,
     CONVOLUTION_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,

@@ -13,7 +13,7 @@ _MOST, _FACTOR = 128, 4
 
 _MOST_TAPS, _PARTS = 8, 3  # of the convolution for prompts
 
-_RULE_CHUNK = 64  # tokens in the largest chunk of `gated_delta_rule`
+_CHUNK = 64  # tokens in the largest chunk of a recurrence over a prompt
 
 
 def _lower_delta_step(
@@ -92,11 +92,22 @@ def delta_rule_workspace_bytes(b: int, t: int, key_heads: int, shared: int) -> i
     """Return the bytes that `gated_delta_rule` needs between its two kernels.
 
     Each token of a key head has a key and a query. For each of the `shared` value heads, it has a
-    decayed key, its pairs with the tokens of a chunk, and two decays. `DeltaRuleWorkspaceBytes` in
-    ffi/cuda/recurrent/delta_rule.cu is the same number.
+    decayed key, its pairs with the tokens of a chunk, and two decays. `ChunkWorkspaceBytes` in
+    ffi/cuda/recurrent/chunk_tiles.cuh is the same number.
     """
-    padded = -(-t // _RULE_CHUNK) * _RULE_CHUNK
-    return 4 * b * padded * key_heads * (2 * _MOST + shared * (_MOST + _RULE_CHUNK + 2))
+    return 4 * b * _padded(t) * key_heads * (2 * _MOST + shared * (_MOST + _CHUNK + 2))
+
+
+def mamba2_scan_workspace_bytes(b: int, t: int, groups: int, shared: int) -> int:
+    """Return the bytes that `mamba2_scan` needs between its two kernels.
+
+    As `delta_rule_workspace_bytes`, without decayed keys.
+    """
+    return 4 * b * _padded(t) * groups * (2 * _MOST + shared * (_CHUNK + 2))
+
+
+def _padded(t):
+    return -(-t // _CHUNK) * _CHUNK
 
 
 def _lower_delta_rule(q, k, v, g, beta, state, lengths=None, *, normalize, dtype):
@@ -112,6 +123,22 @@ def _lower_delta_rule(q, k, v, g, beta, state, lengths=None, *, normalize, dtype
         vmap_method="sequential",
     )
     return tuple(call(q, k, v, g, beta, lengths, state, normalize=bool(normalize))[:2])
+
+
+def _lower_mamba2_scan(x, dt, a, B, C, D, state, lengths=None, *, dtype):
+    """Lower `mamba2_scan` to its FFI target. The record accepts one `dtype` only."""
+    del dtype
+    lengths = jnp.zeros(0, jnp.int32) if lengths is None else lengths
+    (b, t, heads, _), groups = x.shape, B.shape[2]
+    size = mamba2_scan_workspace_bytes(b, t, groups, heads // groups)
+    results = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, x.dtype))
+    call = jax.ffi.ffi_call(
+        "nvfp4_mamba2_scan_cuda",
+        (*results, jax.ShapeDtypeStruct((size,), jnp.uint8)),
+        input_output_aliases={7: 1},
+        vmap_method="sequential",
+    )
+    return tuple(call(x, dt, a, B, C, D, lengths, state)[:2])
 
 
 def _lower_convolution(x, positions, inputs, *, weight, bias, widths, first, heads, stride):
@@ -174,8 +201,8 @@ RECURRENT_CUDA = Backend(
     ffi_targets=("nvfp4_delta_step_cuda", "nvfp4_mamba2_step_cuda"),
 )
 
-# Products with values and states take TensorFloat-32, which is accurate enough for results that are
-# rounded to bfloat16: see `choose_precision`.
+# In both recurrences over prompts, products take TensorFloat-32, which is accurate enough for
+# results that are rounded to bfloat16: see `choose_precision`.
 DELTA_RULE_CUDA = Backend(
     name="delta_rule_cuda",
     can=Capability(
@@ -190,6 +217,22 @@ DELTA_RULE_CUDA = Backend(
     lower={"gated_delta_rule": _lower_delta_rule},
     status="executed",
     ffi_targets=("nvfp4_delta_rule_cuda",),
+)
+
+MAMBA2_SCAN_CUDA = Backend(
+    name="mamba2_scan_cuda",
+    can=Capability(
+        ops=frozenset({"mamba2_scan"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension="_nvfp4_cuda",
+        dtypes=frozenset({"bfloat16"}),
+        head_widths=range(_FACTOR, _MOST + 1, _FACTOR),
+    ),
+    layout=CANONICAL,
+    lower={"mamba2_scan": _lower_mamba2_scan},
+    status="executed",
+    ffi_targets=("nvfp4_mamba2_scan_cuda",),
 )
 
 # The widths are the number of taps, and the counts of columns. A thread reads 4 columns at a time.

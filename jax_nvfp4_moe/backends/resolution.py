@@ -33,6 +33,7 @@ _PLAIN_OPS = frozenset(
         "gated_delta_rule",
         "gated_delta_step",
         "latent_attention",
+        "mamba2_scan",
         "mamba2_step",
         "prepare_heads",
         "prepare_latents",

@@ -8,9 +8,8 @@ Each head computes for every token::
 Here ``x [p]``, ``b [n]``, ``c [n]`` and the step ``dt > 0`` belong to the token and the head. The
 numbers ``a < 0`` and ``d`` are weights of the head.
 
-A single token takes one such step. More tokens are divided into chunks. Inside a chunk, matrix
-products compute all tokens at once. One more product computes the states before all chunks of a
-batch, and a scan carries the state from batch to batch.
+A single token takes one such step (`ops.mamba2_step`). The tokens of a prompt are computed in
+chunks (`ops.mamba2_scan`).
 
 Source: arXiv:2405.21060, section 6; `modeling_nemotron_h` of transformers for the layers around
 the recurrence.
@@ -22,26 +21,18 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.delta_chunks import choose_precision, for_device
-from jax_nvfp4_moe.backends.mamba2 import mix_mamba2, ssd_step
+from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.activations import find_activation
-from jax_nvfp4_moe.numerics.chunk_decay import sum_between, sum_from_start, sum_to_end
 from jax_nvfp4_moe.ops.convolution import causal_convolution
+from jax_nvfp4_moe.ops.mamba2_scan import mamba2_scan
 from jax_nvfp4_moe.ops.recurrent import mamba2_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
-
-# Number of tokens in a chunk on a GPU, and on other devices; see `for_device`.
-_GPU_CHUNK, _CPU_CHUNK = 128, 64
-# Number of tokens, over all rows, whose chunks are computed at once. It bounds the memory of the
-# products.
-_BATCH_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +85,13 @@ class Mamba2(HeadParallel):
       z, xbc, dt = split(in_proj(tokens))
       x, b, c = split(act(conv(xbc)))
       dt = clip(softplus(dt + dt_bias), *step_limits)
-      y = out_proj(norm((ssd(x, dt, a, b, c) + d * x) * silu(z)))
+      y = out_proj(norm(scan(x, dt, a, b, c, d) * silu(z)))
 
-    `ssd` is the recurrence without the term ``d * x``, and ``a = -exp(A_log)``. The norm applies to
-    each group of heads by itself.
+    `scan` is the recurrence, and ``a = -exp(A_log)``. The norm applies to each group of heads by
+    itself.
 
     Everything between the two projections is computed in float32. In prompts, a GPU rounds the
-    operands of some products to TensorFloat-32 if the model is in bfloat16; see `ssd`.
+    operands of some products to TensorFloat-32 if the model is in bfloat16; see `ops.mamba2_scan`.
     """
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"conv": 2, "state": 1}
@@ -148,7 +139,8 @@ class Mamba2(HeadParallel):
         convolution = None
         if self.activation == find_activation("silu_no_mul"):
             convolution = functools.partial(causal_convolution, target=self.target)
-        prompt = functools.partial(mix_mamba2, rule=self._rule, convolution=convolution)
+        scan = functools.partial(mamba2_scan, dtype=self.dtype, target=self.target)
+        prompt = functools.partial(mix_mamba2, scan=scan, convolution=convolution)
         y, conv, state = (step if t == 1 else prompt)(
             spread(self.in_proj(x), positions),
             positions,
@@ -166,11 +158,6 @@ class Mamba2(HeadParallel):
         )
         y = self.out_proj(pack_like(y, positions, x))
         return y, None if entries is None else {"conv": conv, "state": state}
-
-    def _rule(self, *operands):
-        """Compute `ssd` with the chunks and the precision for the device and the dtype."""
-        rule = functools.partial(ssd, precision=choose_precision(self.dtype))
-        return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(*operands)
 
 
 def build_mamba2(config: Mamba2Config, path: str, make: Builder):
@@ -203,98 +190,3 @@ def build_mamba2(config: Mamba2Config, path: str, make: Builder):
         width=config.inner,
         reason=reason,
     )
-
-
-def ssd(
-    x: Float[Array, "b t h p"],
-    dt: Float[Array, "b t h"],
-    a: Float[Array, " h"],
-    B: Float[Array, "b t g n"],
-    C: Float[Array, "b t g n"],
-    state: Float[Array, "b h p n"],
-    chunk: int = _CPU_CHUNK,
-    precision: lax.Precision = lax.Precision.HIGHEST,
-) -> tuple[Float[Array, "b t h p"], Float[Array, "b h p n"]]:
-    """Run the recurrence for t tokens, without the term ``d * x``.
-
-    Each head computes for every token::
-
-      state = exp(dt * a) * state + dt * outer(x, b)
-      y = state @ c
-
-    All arrays are float32.
-
-    Args:
-      x: inputs of the heads, ``[b, t, h, p]``.
-      dt: steps, ``[b, t, h]``. A step of 0 leaves the state unchanged.
-      a: negative numbers, ``[h]``.
-      B: b of each group, ``[b, t, g, n]``. Group 0 holds the first h / g heads, and so on.
-      C: c of each group, ``[b, t, g, n]``.
-      state: state before the first token, ``[b, h, p, n]``.
-      chunk: number of tokens in a chunk, a power of 2.
-      precision: precision of the products with x, b, c and states. Full float32 by default.
-        Exponents and the sums of states are computed in full float32 in any case: a lower precision
-        rounds what is read from a state and what is added to it, but never the state.
-
-    Returns:
-      y ``[b, t, h, p]``, and the state after the last token, ``[b, h, p, n]``.
-    """
-    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
-    if t == 1:
-        return ssd_step(x, dt, a, B, C, state)
-    x = (x * dt[..., None]).reshape(b, t, g, h // g, p)
-    decay = (dt * a[None, None, :]).reshape(b, t, g, h // g)
-    grouped = state.reshape(b, g, h // g, p, n)
-    chunk = min(chunk, 1 << (t - 1).bit_length())
-    chunks = -(-t // chunk)
-    batches = -(-chunks * chunk * b // _BATCH_TOKENS)
-    per_batch = -(-chunks // batches)
-    batches = -(-chunks // per_batch)
-
-    def split(x):
-        padded = batches * per_batch * chunk
-        x = jnp.pad(x, [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(b, batches, per_batch, chunk, *x.shape[2:]), 1, 0)
-
-    def run(grouped, batch):
-        y, grouped = _chunks(batch, grouped, precision)
-        return grouped, y
-
-    operands = tuple(map(split, (x, decay, B, C)))
-    grouped, y = lax.scan(run, grouped, operands)
-    y = jnp.moveaxis(y, 0, 1).reshape(b, -1, h, p)[:, :t]
-    return y, grouped.reshape(state.shape)
-
-
-def _chunks(operands, state, precision):
-    """Compute c chunks of q tokens: ``x [b, c, q, g, r, p]``; the other operands begin likewise."""
-    product = functools.partial(jnp.einsum, precision=precision)
-    x, logs, B, C = operands
-    logs = jnp.moveaxis(logs, 2, -1)
-    between = jnp.tril(jnp.exp(sum_between(logs)))
-    from_start, to_end = (
-        jnp.moveaxis(jnp.exp(total(logs[..., None])), -2, 2)
-        for total in (sum_from_start, sum_to_end)
-    )
-    scores = product("bcign,bcjgn->bcgij", C, B)
-    y = product("bcgrij,bcjgrp->bcigrp", scores[:, :, :, None] * between, x)
-    added = product("bcjgrp,bcjgn->bcgrpn", x * to_end, B)
-    before, state = _carry(jnp.sum(logs, axis=-1), added, state)
-    carried = product("bcign,bcgrpn->bcigrp", C, before)
-    return y + carried * from_start, state
-
-
-def _carry(logs, added, state):
-    """Return the state before each chunk, ``[b, c, g, r, p, n]``, and the state after the last one.
-
-    ``state[c] = exp(logs[c]) * state[c - 1] + added[c]``. Each state is a sum over the state before
-    the batch and over what the chunks add, so that one product computes all states.
-    """
-    count = logs.shape[1] + 1
-    size = 1 << (count - 1).bit_length()
-    # Index 0 belongs to the state before the batch.
-    logs = jnp.pad(jnp.moveaxis(logs, 1, -1), [(0, 0)] * 3 + [(1, size - count)])
-    between = jnp.tril(jnp.exp(sum_between(logs)))[..., :count, :count]
-    given = jnp.concatenate([state[:, None], added], axis=1)
-    states = jnp.einsum("bgrij,bjgrpn->bigrpn", between, given, precision=lax.Precision.HIGHEST)
-    return states[:, :-1], states[:, -1]

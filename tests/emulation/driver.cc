@@ -519,6 +519,19 @@ int delta_rule(const DeltaRuleCall* call, void* const* operands) {
        static_cast<const int32_t*>(operands[5]), floats(7), floats(6), operands[8]});
 }
 
+int64_t mamba2_scan_workspace_bytes(const Mamba2ScanCall* call) {
+  return Mamba2ScanWorkspaceBytes(*call);
+}
+
+// The operands are x, dt, a, B, C, D, lengths or null, y, state, workspace.
+int mamba2_scan(const Mamba2ScanCall* call, void* const* operands) {
+  const auto floats = [operands](int i) { return static_cast<float*>(operands[i]); };
+  return LaunchMamba2Scan(
+      nullptr, *call,
+      {floats(0), floats(1), floats(2), floats(3), floats(4), floats(5),
+       static_cast<const int32_t*>(operands[6]), floats(8), floats(7), operands[9]});
+}
+
 // The operands are projected, positions, conv_weight, conv_bias or null, A_log, dt_bias, D, norm,
 // y, inputs, state, workspace.
 int mamba2_step(const Mamba2StepCall* call, void* const* operands) {

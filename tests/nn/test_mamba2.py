@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_nvfp4_moe.backends import mamba2
 from jax_nvfp4_moe.backends.delta_chunks import choose_precision
-from jax_nvfp4_moe.nn import mamba2
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 HEADS, WIDTH, GROUPS, STATE = 4, 8, 2, 16
-ssd, convolved = jax.jit(mamba2.ssd), jax.jit(convolve)
+ssd, convolved = jax.jit(mamba2.ssd_chunks), jax.jit(convolve)
 
 
 def operands(t, seed=0, batch=2):
@@ -51,7 +51,7 @@ def test_chunks_are_the_steps(t, monkeypatch):
     monkeypatch.setattr(mamba2, "_BATCH_TOKENS", 256)
     given = operands(t)
     # The function is new, because JAX would reuse a trace with the other number of tokens.
-    assert_is_its_equation(jax.jit(lambda *given: mamba2.ssd(*given))(*given), given)
+    assert_is_its_equation(jax.jit(lambda *given: mamba2.ssd_chunks(*given))(*given), given)
 
 
 def test_the_bound_of_chunks_catches_a_state_that_is_left_out():
@@ -113,7 +113,7 @@ def by_rounded_products(bits, monkeypatch):
         return exact(subscripts, x, y, precision=jax.lax.Precision.HIGHEST)
 
     monkeypatch.setattr(jnp, "einsum", rounded)
-    rule = functools.partial(mamba2.ssd, chunk=128, precision=choose_precision(jnp.bfloat16))
+    rule = functools.partial(mamba2.ssd_chunks, chunk=128, precision=choose_precision(jnp.bfloat16))
     y, _ = jax.jit(rule)(*given)
     want, _ = by_equation(*given, np.float64)
     results = [np.asarray(one).astype(jnp.bfloat16).astype(np.float64) for one in (y, want)]

@@ -37,6 +37,8 @@ from latent_attention_suite import make as make_latent_attention
 from latents_suite import CASES as LATENTS
 from latents_suite import PAIRS as LATENT_PAIRS
 from latents_suite import make as make_latents
+from mamba2_scan_suite import SCAN_CASES, make_scan
+from mamba2_scan_suite import make_lengths as make_scan_lengths
 from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba, take_rates
 from shared_expert_block import HIDDEN, make_layer, run_layers
 
@@ -368,6 +370,15 @@ def run_delta_rules():
             check(f"delta rule {name} {part}", result)
 
 
+def run_mamba2_scans():
+    """Run the recurrence of Mamba-2 over prompts."""
+    for name in SCAN_CASES:
+        operands, lengths = map(jnp.asarray, make_scan(name)), make_scan_lengths(name)
+        results = ops.mamba2_scan(*operands, lengths=lengths, backend="mamba2_scan_cuda")
+        for part, result in zip(("y", "state"), results, strict=True):
+            check(f"mamba2 scan {name} {part}", result)
+
+
 def run_convolutions():
     """Convolve prompts, in place."""
     for dtype in DTYPES[:2]:
@@ -468,6 +479,7 @@ PARTS = {
     "claims": run_claims,
     "chains": run_chains,
     "delta_rules": run_delta_rules,
+    "mamba2_scans": run_mamba2_scans,
     "convolutions": run_convolutions,
     "recurrent_steps": run_recurrent_steps,
     "experts": run_experts,

@@ -92,6 +92,7 @@ def load(cache: pathlib.Path) -> ctypes.CDLL:
     loaded.attention_workspace_bytes.restype = ctypes.c_int64
     loaded.latent_attention_workspace_bytes.restype = ctypes.c_int64
     loaded.delta_rule_workspace_bytes.restype = ctypes.c_int64
+    loaded.mamba2_scan_workspace_bytes.restype = ctypes.c_int64
     return loaded
 
 

@@ -8,7 +8,10 @@ import numpy as np
 from cuda_emulation import _TYPES, HOPPER_SHARED_BYTES, _Activation, _activation, _run
 from float64_layer import Options
 
-from jax_nvfp4_moe.backends.recurrent import delta_rule_workspace_bytes
+from jax_nvfp4_moe.backends.recurrent import (
+    delta_rule_workspace_bytes,
+    mamba2_scan_workspace_bytes,
+)
 
 
 class _DeltaStepCall(ctypes.Structure):
@@ -40,6 +43,13 @@ class _DeltaRuleCall(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("key_heads", "shared", "d", "e")),
         ("normalize", ctypes.c_bool),
         ("scale", ctypes.c_float),
+    ]
+
+
+class _Mamba2ScanCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in ("b", "t")),
+        *((name, ctypes.c_int32) for name in ("heads", "groups", "p", "n")),
     ]
 
 
@@ -102,6 +112,26 @@ def gated_delta_rule(
     bound = functools.partial(library.delta_rule, ctypes.byref(call))
     operands = [*tokens, lengths]
     return _run(library, bound, operands, [v], size, multiprocessors, shared_bytes, (state,))
+
+
+def mamba2_scan(
+    library,
+    *operands,
+    lengths=None,
+    multiprocessors=1,
+    shared_bytes=HOPPER_SHARED_BYTES,
+):
+    """Return the results and the new state, as `ops.mamba2_scan` does."""
+    *tokens, state = (np.asarray(x) for x in operands)
+    x, B = tokens[0], tokens[3]
+    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+    call = _Mamba2ScanCall(b, t, h, g, p, n)
+    size = mamba2_scan_workspace_bytes(b, t, g, h // g)
+    if library.mamba2_scan_workspace_bytes(ctypes.byref(call)) != size:
+        raise RuntimeError("Python and C++ disagree on the size of the workspace")
+    bound = functools.partial(library.mamba2_scan, ctypes.byref(call))
+    operands = [*tokens, lengths]
+    return _run(library, bound, operands, [x], size, multiprocessors, shared_bytes, (state,))
 
 
 def gated_delta_step(library, *tokens, interleaved, eps, rates=None, **weights):

@@ -19,48 +19,24 @@
 // Padding behind the tokens of a row is not read, and its results become zeros. A block whose chunk
 // is all padding does nothing else, so a row costs its tokens.
 //
-// A sum of logarithms between two tokens is the difference of two sums from the start of the chunk.
-// It would lose digits in float32, so the sums are float64, and are stored as two float32 numbers.
-//
 // Prediction for 4096 tokens of 16 key heads and 32 value heads with 128 x 128 on an H200: 370 MB,
 // which take 92 us at 4 TB/s. k.k in float32 takes 2600 cycles of each of 1024 blocks, 12 us of a
 // multiprocessor's time with two blocks at once; the rest is products on tensor cores.
 //
-// Needs: d and e at most 128 and multiples of 4. cuda_mixer_bindings.cc checks these. Tests:
+// Needs: d and e at most 128 and multiples of 4. cuda_recurrent_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_delta_rule.py, tests/gpu/test_cuda_delta_rule.py.
 #include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/recurrent/delta_rule.cuh"
-#include "cuda/recurrent/recurrent.cuh"
+#include "cuda/recurrent/chunk_prepare.cuh"
+#include "cuda/recurrent/chunk_tiles.cuh"
 #include "cuda/warp_sum.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kBlock = 16;             // blocks of this size are inverted by substitution
-constexpr float kTiny = 1e-6f;         // as in backends/gated_delta.py
-constexpr double kLeastLog = -1000.0;  // e^-1000 is 0 in float32, and differences remain finite
-
-static_assert(kWarps * 16 == kRuleWidth, "each warp has 16 columns of keys and values");
-
-// The stride of a matrix with kChunk columns. The threads of a warp that read one column of 8 rows
-// have other banks.
-template <int kChunk>
-constexpr int kStride = kChunk + 4;
-
-template <int kChunk>
-struct Matrix {
-  float of[kChunk * kStride<kChunk>];
-
-  __device__ __forceinline__ float& At(int row, int column) {
-    return of[row * kStride<kChunk> + column];
-  }
-  __device__ __forceinline__ float4& Four(int row, int column) {
-    return reinterpret_cast<float4&>(At(row, column));
-  }
-};
+constexpr int kBlock = 16;      // blocks of this size are inverted by substitution
+constexpr float kTiny = 1e-6f;  // as in backends/gated_delta.py
 
 template <int kChunk>
 struct System {
@@ -70,45 +46,18 @@ struct System {
 
 template <int kChunk>
 struct Workspace {
-  float keys[kChunk * kRuleWidth];  // a tile (TilePlace)
+  float keys[kChunk * kChunkWidth];  // a tile (TilePlace)
   union {
-    float queries[kChunk * kRuleWidth];  // a tile, until query_pairs are there
+    float queries[kChunk * kChunkWidth];  // a tile, until query_pairs are there
     System<kChunk> system;
   };
   Matrix<kChunk> key_pairs, query_pairs;  // products of keys and queries with keys
-  float high[kChunk], low[kChunk];        // sums of logarithms from the start of the chunk
+  LogSums<kChunk> logs;
   float faded[kChunk], beta[kChunk];
 };
 
-// Returns the place of 16 bytes, unit `unit` of `row`, in a tile with rows of kRuleWidth floats.
-// The exclusive or moves the units of neighboring rows to other banks.
-__device__ __forceinline__ int TilePlace(int row, int unit) {
-  return row * (kRuleWidth / 4) + (unit ^ (row & 7));
-}
-
-// Starts copies of the keys or queries of a chunk to a tile, with zeros for tokens and channels
-// that do not exist. `source` is the first token.
-template <int kChunk>
-__device__ __forceinline__ void CopyTile(float* tile, const float* source, int64_t stride,
-                                         int64_t present, int width) {
-  const uint32_t target = SharedAddress(tile);
-  const int unit = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < kChunk / kWarps; ++i) {
-    const int row = kWarps * i + threadIdx.x / 32;
-    const bool exists = row < present && 4 * unit < width;
-    const float* place = exists ? source + row * stride + 4 * unit : source;
-    CopyOrZero(target + 16 * TilePlace(row, unit), place, exists ? 16 : 0);
-  }
-}
-
 __device__ __forceinline__ float4 TimesFour(const float4& four, float factor) {
   return make_float4(four.x * factor, four.y * factor, four.z * factor, four.w * factor);
-}
-
-__device__ __forceinline__ float4 RoundFour(const float4& four) {
-  return make_float4(__uint_as_float(RoundToTf32(four.x)), __uint_as_float(RoundToTf32(four.y)),
-                     __uint_as_float(RoundToTf32(four.z)), __uint_as_float(RoundToTf32(four.w)));
 }
 
 // Scales each row of a tile to `length`. Each warp has every eighth row.
@@ -122,33 +71,6 @@ __device__ __forceinline__ void NormalizeTile(float* tile, float length) {
     const float4 x = place;
     const float sum = WarpSum(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w);
     place = TimesFour(x, ReciprocalRoot(sum + kTiny) * length);
-  }
-}
-
-// Writes the rounded queries and keys of a chunk in the orders of the second kernel.
-template <int kChunk>
-__device__ __forceinline__ void WriteTiles(const Workspace<kChunk>& w, float* queries,
-                                           float* keys) {
-  constexpr int kSteps = kChunk * kRuleWidth / 4 / kThreads;
-  const float4* from = reinterpret_cast<const float4*>(w.queries);
-  float4* to = reinterpret_cast<float4*>(queries);
-#pragma unroll 4
-  for (int step = 0; step < kSteps; ++step) {
-    const int i = step * kThreads + threadIdx.x;
-    const int row = i / (kRuleWidth / 4), unit = i % (kRuleWidth / 4);
-    to[TokenPlace(row, unit)] = RoundFour(from[TilePlace(row, unit)]);
-  }
-  from = reinterpret_cast<const float4*>(w.keys);
-  to = reinterpret_cast<float4*>(keys);
-#pragma unroll 4
-  for (int step = 0; step < kSteps; ++step) {
-    const int i = step * kThreads + threadIdx.x;
-    const int pair = i / (kRuleWidth / 2), two = i % (kRuleWidth / 2) / 8, n = i % 8;
-    const int unit = StateRow(2 * two, n) / 4;
-    const float4 x = from[TilePlace(2 * pair, unit)], y = from[TilePlace(2 * pair + 1, unit)];
-    const float4 both =
-        n % 2 == 0 ? make_float4(x.x, y.x, x.z, y.z) : make_float4(x.y, y.y, x.w, y.w);
-    to[KeyPlace(pair, two, n)] = RoundFour(both);
   }
 }
 
@@ -185,79 +107,6 @@ __device__ __forceinline__ void MultiplyKeys(Workspace<kChunk>& w, int width) {
   }
 }
 
-// query_pairs = q k.T in TensorFloat-32, in tiles of 16 x 8 that reach the diagonal or lie below.
-template <int kChunk>
-__device__ __forceinline__ void MultiplyQueries(Workspace<kChunk>& w, int width) {
-  constexpr int kRowTiles = kChunk / 16, kParts = kWarps / kRowTiles;
-  constexpr int kTiles = kChunk / 8 / kParts;  // of columns, for each warp
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  const int row = warp % kRowTiles * 16, column = warp / kRowTiles * kTiles * 8;
-  const float4* queries = reinterpret_cast<const float4*>(w.queries);
-  const float4* keys = reinterpret_cast<const float4*>(w.keys);
-  float sums[kTiles][4] = {};
-#pragma unroll 2
-  for (int first = 0; first < width / 4; first += 4) {
-    // k = q of the first product is float 4q of 16, k = q + 4 the next one, and so on. Units at
-    // `width` and behind it are 0.
-    const float4 x = queries[TilePlace(row + g, first + q)];
-    const float4 y = queries[TilePlace(row + 8 + g, first + q)];
-    const uint32_t a[2][4] = {
-        {RoundToTf32(x.x), RoundToTf32(y.x), RoundToTf32(x.y), RoundToTf32(y.y)},
-        {RoundToTf32(x.z), RoundToTf32(y.z), RoundToTf32(x.w), RoundToTf32(y.w)}};
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      if (column + 8 * i > row + 15) continue;
-      const float4 b = keys[TilePlace(column + 8 * i + g, first + q)];
-      MultiplyAddTf32(sums[i], a[0], RoundToTf32(b.x), RoundToTf32(b.y));
-      MultiplyAddTf32(sums[i], a[1], RoundToTf32(b.z), RoundToTf32(b.w));
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    const int left = column + 8 * i + 2 * q;
-    w.query_pairs.At(row + g, left) = sums[i][0];
-    w.query_pairs.At(row + g, left + 1) = sums[i][1];
-    w.query_pairs.At(row + 8 + g, left) = sums[i][2];
-    w.query_pairs.At(row + 8 + g, left + 1) = sums[i][3];
-  }
-}
-
-// One warp sums the logarithms g of the decays. `g` is that of the first token.
-template <int kChunk>
-__device__ __forceinline__ void SumLogs(Workspace<kChunk>& w, const float* g, int64_t stride,
-                                        int64_t present) {
-  constexpr int kOwn = kChunk / 32;  // tokens of a lane
-  const int lane = threadIdx.x % 32;
-  double sums[kOwn], total = 0.0;
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int token = lane * kOwn + i;
-    const double value = token < present ? g[token * stride] : 0.0;
-    total += value < kLeastLog ? kLeastLog : value;  // keeps NaN
-    sums[i] = total;
-  }
-  double before = total;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const double other = __shfl_up_sync(kAllLanes, before, step);
-    if (lane >= step) before += other;
-  }
-  before -= total;
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const double sum = before + sums[i];
-    const float high = static_cast<float>(sum);
-    w.high[lane * kOwn + i] = high;
-    w.low[lane * kOwn + i] = static_cast<float>(sum - high);
-  }
-}
-
-// Returns the decay of the state from token j to a token i behind it.
-template <int kChunk>
-__device__ __forceinline__ float DecayBetween(const Workspace<kChunk>& w, int i, int j) {
-  return expf((w.high[i] - w.high[j]) + (w.low[i] - w.low[j]));
-}
-
 // Writes the pairs of queries to `pairs`, and L to the system.
 template <int kChunk>
 __device__ __forceinline__ void DecayPairs(Workspace<kChunk>& w, float* pairs) {
@@ -267,7 +116,7 @@ __device__ __forceinline__ void DecayPairs(Workspace<kChunk>& w, float* pairs) {
     const int i = index / kChunk, j = index % kChunk;
     float pair = 0.0f, below = 0.0f;
     if (j <= i) {
-      const float decay = DecayBetween(w, i, j);
+      const float decay = w.logs.DecayBetween(i, j);
       pair = decay * w.query_pairs.At(i, j);
       if (j < i) below = w.beta[i] * decay * w.key_pairs.At(i, j);
     }
@@ -376,7 +225,10 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
   const int heads = c.key_heads * c.shared, thread = threadIdx.x;
   const int g = thread % 32 / 4, q = thread % 4, column = thread / 32 * 16;
   const int64_t scalars = token * heads + head;
-  if (thread < 32) SumLogs(w, p.g + scalars, heads, present);
+  if (thread < 32) {
+    const float* const g = p.g + scalars;
+    w.logs.Sum([&](int token) { return g[token * int64_t{heads}]; }, present);
+  }
   if (thread >= 32 && thread < 32 + kChunk) {
     const int i = thread - 32;
     w.beta[i] = i < present ? p.beta[scalars + static_cast<int64_t>(i) * heads] : 0.0f;
@@ -384,8 +236,8 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
   __syncthreads();
   if (thread < kChunk) {
     float* decays = chunks.decays + number * 2 * kChunk;
-    w.faded[thread] = decays[thread] = expf(w.high[thread] + w.low[thread]);
-    decays[kChunk + thread] = DecayBetween(w, kChunk - 1, thread);
+    w.faded[thread] = decays[thread] = w.logs.DecayTo(thread);
+    decays[kChunk + thread] = w.logs.DecayBetween(kChunk - 1, thread);
   }
   DecayPairs(w, chunks.pairs + number * kChunk * kChunk);
   __syncthreads();
@@ -407,7 +259,7 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
   }
   __syncthreads();
   JoinBlocks<kChunk, kBlock>(w.system);
-  if constexpr (kChunk == 64) JoinBlocks<kChunk, 2 * kBlock>(w.system);
+  if constexpr (kChunk == kLargeChunk) JoinBlocks<kChunk, 2 * kBlock>(w.system);
 
   float* wanted = p.y + (token * heads + head) * c.e + column + 4 * q;
   MultiplyInverse<kChunk>(
@@ -425,27 +277,13 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
       rows[i][half] = reinterpret_cast<const float2*>(unit)[g % 2];
     }
   }
-  float4* known = reinterpret_cast<float4*>(chunks.known + number * kChunk * kRuleWidth);
+  float4* known = reinterpret_cast<float4*>(chunks.known + number * kChunk * kChunkWidth);
   MultiplyInverse<kChunk>(
       w.system, rows, [&](int i) { return -w.beta[i] * w.faded[i]; },
       [&](int row, const float4& four) {
         known[TokenPlace(row, column / 4 + q)] = RoundFour(four);
       });
   __syncthreads();
-}
-
-// Writes zeros to the results of tokens `begin` to `end` - 1 of a chunk. `y` is where the first
-// token of the chunk has the `floats` results of one key head. Each warp has every eighth token.
-__device__ __forceinline__ void WriteZeros(float* y, int64_t stride, int floats, int64_t begin,
-                                           int64_t end) {
-#pragma unroll 1
-  for (int64_t token = begin + threadIdx.x / 32; token < end; token += kWarps) {
-    float4* const units = reinterpret_cast<float4*>(y + token * stride);
-#pragma unroll 4
-    for (int unit = threadIdx.x % 32; unit < floats / 4; unit += 32) {
-      units[unit] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-  }
 }
 
 // Blocks of the chunks of one key head follow each other.
@@ -459,7 +297,7 @@ __global__ void __launch_bounds__(kThreads)
   const int unit = blockIdx.x / count, chunk = blockIdx.x - unit * count;
   const int row = unit / c.key_heads, key_head = unit - row * c.key_heads;
   const int64_t first = static_cast<int64_t>(chunk) * kChunk, token = row * c.t + first;
-  const int64_t present = RowTokens(c, p, row) - first;  // at most 0 if all is padding
+  const int64_t present = RowTokens(c.t, p.lengths, row) - first;  // at most 0 if all is padding
   if (present < kChunk) {
     const int floats = c.shared * c.e;
     const int64_t begin = max(present, int64_t{0}), end = min(c.t - first, int64_t{kChunk});
@@ -480,10 +318,10 @@ __global__ void __launch_bounds__(kThreads)
     NormalizeTile<kChunk>(w.queries, c.scale);
     __syncthreads();
   }
-  const int64_t tile = (static_cast<int64_t>(unit) * count + chunk) * kChunk * kRuleWidth;
-  WriteTiles(w, chunks.queries + tile, chunks.keys + tile);
+  const int64_t tile = (static_cast<int64_t>(unit) * count + chunk) * kChunk * kChunkWidth;
+  WriteTiles<kChunk>(w.queries, w.keys, chunks.queries + tile, chunks.keys + tile);
   MultiplyKeys(w, c.d);
-  MultiplyQueries(w, c.d);
+  MultiplyQueries<kChunk>(w.queries, w.keys, w.query_pairs, c.d);
   __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < c.shared; ++i) {
@@ -506,7 +344,8 @@ cudaError_t LaunchDeltaPrepareOf(cudaStream_t stream, const DeltaRuleCall& c,
 cudaError_t LaunchDeltaPrepare(cudaStream_t stream, const DeltaRuleCall& call,
                                const DeltaRuleBuffers& buffers, const ChunkBuffers& chunks,
                                int chunk) {
-  const auto launch = chunk == 64 ? LaunchDeltaPrepareOf<64> : LaunchDeltaPrepareOf<32>;
+  const auto launch =
+      chunk == kLargeChunk ? LaunchDeltaPrepareOf<kLargeChunk> : LaunchDeltaPrepareOf<kSmallChunk>;
   return launch(stream, call, buffers, chunks);
 }
 

@@ -1,39 +1,26 @@
-// Divides a prompt into chunks, and launches the two kernels of the gated delta rule.
-#include "cuda/recurrent/delta_rule.cuh"
-
-#include "cuda/launch_kernel.cuh"
+// The gated delta rule for prompts: divides the workspace, and launches the two kernels.
+#include "cuda/recurrent/chunk_scan.cuh"
+#include "cuda/recurrent/chunk_tiles.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kLargeChunk = 64, kSmallChunk = 32;
-
-static_assert(kLargeChunk == kDeltaRuleChunk, "the workspace is that of large chunks");
-
-int64_t PaddedTokens(const DeltaRuleCall& c) {
-  return CeilDiv(c.t, kLargeChunk) * kLargeChunk * c.b * c.key_heads;
-}
+ChunkSizes SizesOf(const DeltaRuleCall& c) { return {c.b, c.t, c.key_heads, c.shared, c.d, c.e}; }
 
 }  // namespace
 
 int64_t DeltaRuleWorkspaceBytes(const DeltaRuleCall& c) {
-  const int64_t numbers = 2 * kRuleWidth + c.shared * (kRuleWidth + kLargeChunk + 2);
-  return PaddedTokens(c) * numbers * static_cast<int64_t>(sizeof(float));
+  return ChunkWorkspaceBytes(Recurrence::kDelta, SizesOf(c));
 }
 
-// Large chunks have fewer steps, and small ones fit into the shared memory of every device.
 cudaError_t LaunchDeltaRule(cudaStream_t stream, const DeltaRuleCall& c,
                             const DeltaRuleBuffers& p) {
-  const int chunk = HasLargeDeltaScan() ? kLargeChunk : kSmallChunk;
-  const int64_t tokens = PaddedTokens(c);
-  float* const queries = static_cast<float*>(p.workspace);
-  float* const keys = queries + tokens * kRuleWidth;
-  float* const known = keys + tokens * kRuleWidth;
-  float* const pairs = known + tokens * c.shared * kRuleWidth;
-  float* const decays = pairs + tokens * c.shared * kLargeChunk;
-  const ChunkBuffers chunks = {queries, keys, known, pairs, decays};
+  const ChunkSizes sizes = SizesOf(c);
+  const ChunkBuffers chunks = DivideWorkspace(Recurrence::kDelta, sizes, p.workspace);
+  const ScanBuffers scan = {p.y, nullptr, p.lengths, p.state, p.y};
+  const int chunk = ScanChunk<Recurrence::kDelta>();
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchDeltaPrepare(stream, c, p, chunks, chunk));
-  return LaunchDeltaScan(stream, c, p, chunks, chunk);
+  return LaunchScan<Recurrence::kDelta>(stream, sizes, scan, chunks, chunk);
 }
 
 }  // namespace nvfp4

@@ -1,8 +1,8 @@
-// The gated delta rule for prompts, second kernel: carries the state S of each value head from
-// chunk to chunk. For each chunk of 64 tokens:
+// The second kernel of a recurrence over prompts: carries the state S of each head from chunk to
+// chunk. For each chunk of 64 tokens:
 //
-//   u = wanted + known @ S
-//   y = decay_i q_i @ S + pairs @ u
+//   u = values + known @ S           for the delta rule; u = values for Mamba-2
+//   y = decay_i q_i @ S + pairs @ u  and D values more for Mamba-2
 //   S = decay S + k.T @ (decay_to_end u)
 //
 // A warp owns 16 columns of one state, and nothing but the loads is shared between warps. It
@@ -20,36 +20,51 @@
 // A block ends after the last chunk of its row that has a token which is no padding. The first
 // kernel has prepared no chunk behind it, and has written the results of padding.
 //
-// Prediction for 4096 tokens of 32 heads with 128 x 128 on an H200, with 64 blocks of 4 warps that
+// The delta rule, 4096 tokens of 32 heads with 128 x 128 on an H200, with 64 blocks of 4 warps that
 // compute. A warp issues 420 products for a chunk, one in 6.5 cycles, which mma.sync reaches: 2700
 // cycles, or 100 us for 64 chunks. Each warp reads all tiles, which takes 3400 cycles of shared
 // memory for the 4 warps of a block: 125 us. The tiles come from the L2 cache twice, 470 MB or 90
 // us. Memory takes 300 MB: 75 us. Shared memory is the bound, so about 130 us. Blocks of 2 warps
 // would read the L2 cache 4 times, and take 170 us.
 //
-// Needs: d and e at most 128 and multiples of 4. cuda_mixer_bindings.cc checks these. Tests:
-// tests/emulation/test_emulation_delta_rule.py, tests/gpu/test_cuda_delta_rule.py.
+// Mamba-2, 8192 tokens of 64 heads with 128 x 64, with 64 blocks: a warp issues 292 products for a
+// chunk, 1900 cycles. A block copies 81 KiB for it and loads 16 more, which take about 2150 cycles
+// at 45 bytes a cycle: 0.16 ms for 128 chunks.
+//
+// Needs: d and e at most 128 and multiples of 4. cuda_recurrent_bindings.cc checks these. Tests:
+// test_emulation_delta_rule.py and test_emulation_mamba2_scan.py of tests/emulation,
+// test_cuda_delta_rule.py and test_cuda_mamba2_scan.py of tests/gpu.
+#pragma once
+
+#include <type_traits>
+
 #include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/recurrent/delta_rule.cuh"
+#include "cuda/recurrent/chunk_tiles.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kColumns = 16;            // columns of the state for each warp
-constexpr int kMaxWarps = 4;            // that compute, in a block
-constexpr int kCopyWarps = 2;           // that copy
-constexpr int kTiles = kRuleWidth / 8;  // of the transposed state
+constexpr int kColumns = 16;             // columns of the state for each warp
+constexpr int kMaxWarps = 4;             // that compute, in a block
+constexpr int kCopyWarps = 2;            // that copy
+constexpr int kTiles = kChunkWidth / 8;  // of the transposed state
 
 static_assert(kTiles % 2 == 0, "16 bytes are the right operands of two tiles");
 
-// One chunk in shared memory, in the order of ChunkBuffers.
+// What only the delta rule has.
 template <int kChunk>
-struct Stage {
-  float queries[kChunk * kRuleWidth];
-  float keys[kChunk * kRuleWidth];
-  float known[kChunk * kRuleWidth];
+struct KnownTile {
+  float known[kChunk * kChunkWidth];
+};
+struct NoKnownTile {};
+
+// One chunk in shared memory, in the order of ChunkBuffers.
+template <Recurrence kKind, int kChunk>
+struct Stage : std::conditional_t<kKind == Recurrence::kDelta, KnownTile<kChunk>, NoKnownTile> {
+  float queries[kChunk * kChunkWidth];
+  float keys[kChunk * kChunkWidth];
   float pairs[kChunk * kChunk];
   float decays[2 * kChunk];
 };
@@ -69,11 +84,13 @@ __device__ __forceinline__ void CopyFloats(float* target, const float* source, i
 
 // `number` is that of the chunk among all chunks of value heads, and `key_number` among those of
 // key heads.
-template <int kChunk>
-__device__ __forceinline__ void CopyStage(Stage<kChunk>& stage, const ChunkBuffers& w,
+template <Recurrence kKind, int kChunk>
+__device__ __forceinline__ void CopyStage(Stage<kKind, kChunk>& stage, const ChunkBuffers& w,
                                           int64_t number, int64_t key_number, int thread) {
-  constexpr int kTile = kChunk * kRuleWidth;
-  CopyFloats<kTile>(stage.known, w.known + number * kTile, thread);
+  constexpr int kTile = kChunk * kChunkWidth;
+  if constexpr (kKind == Recurrence::kDelta) {
+    CopyFloats<kTile>(stage.known, w.known + number * kTile, thread);
+  }
   CopyFloats<kTile>(stage.queries, w.queries + key_number * kTile, thread);
   CopyFloats<kTile>(stage.keys, w.keys + key_number * kTile, thread);
   CopyFloats<kChunk * kChunk>(stage.pairs, w.pairs + number * kChunk * kChunk, thread);
@@ -116,17 +133,19 @@ __device__ __forceinline__ void MultiplyTokens(const uint32_t (&a)[2][4], const 
   }
 }
 
-// u.T += S.T @ known.T and y.T += S.T @ q.T.
-template <int kChunk>
+// u.T += S.T @ known.T, if there are known keys, and y.T += S.T @ q.T.
+template <Recurrence kKind, int kChunk>
 __device__ __forceinline__ void ReadState(const float (&state)[kTiles][4],
-                                          const Stage<kChunk>& stage, float (&u)[kChunk / 8][4],
-                                          float (&y)[kChunk / 8][4]) {
+                                          const Stage<kKind, kChunk>& stage,
+                                          float (&u)[kChunk / 8][4], float (&y)[kChunk / 8][4]) {
 #pragma unroll
   for (int two = 0; two < kTiles / 2; ++two) {
     uint32_t a[2][4];
     TakeAsLeft(state[2 * two], 1.0f, 1.0f, a[0]);
     TakeAsLeft(state[2 * two + 1], 1.0f, 1.0f, a[1]);
-    MultiplyTokens<kChunk>(a, stage.known, 16 * two, u);
+    if constexpr (kKind == Recurrence::kDelta) {
+      MultiplyTokens<kChunk>(a, stage.known, 16 * two, u);
+    }
     MultiplyTokens<kChunk>(a, stage.queries, 16 * two, y);
   }
 }
@@ -171,11 +190,11 @@ __device__ __forceinline__ void WriteState(const float (&corrections)[kChunk / 8
   }
 }
 
-// Calls visit(tile, s, place) for all pairs of neighboring columns of the state that a lane has and
-// that exist. Elements s and 2 + s of the tile are at `place` and behind it.
+// Calls visit(tile, s, place) for all pairs of neighboring columns of a state [d, e] that a lane
+// has and that exist. Elements s and 2 + s of the tile are at `place` and behind it.
 template <typename Function>
-__device__ __forceinline__ void VisitState(const DeltaRuleCall& c, float* state, int column,
-                                           Function visit) {
+__device__ __forceinline__ void VisitRows(const ChunkSizes& c, float* state, int column,
+                                          Function visit) {
   const int q = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
@@ -189,12 +208,67 @@ __device__ __forceinline__ void VisitState(const DeltaRuleCall& c, float* state,
   }
 }
 
-// Calls visit(tile, s, place) for the tokens of a chunk that a lane has and that exist. `y` is the
-// lane's column of the chunk's first result, and `present` the number of its tokens.
-template <int kChunk, typename Function>
-__device__ __forceinline__ void VisitTokens(float* y, int stride, int present, Function visit) {
+// Calls visit(two, s, place) for all runs of four numbers of a column of a state [e, d] that a lane
+// has and that exist. They are elements 2 s and 2 s + 1 of tile 2 two, and then of the next tile.
+template <typename Function>
+__device__ __forceinline__ void VisitColumns(const ChunkSizes& c, float* state, int column,
+                                             Function visit) {
   const int q = threadIdx.x % 4;
-  float* own = y + 2 * q * static_cast<int64_t>(stride);
+#pragma unroll
+  for (int two = 0; two < kTiles / 2; ++two) {
+    const int row = StateRow(2 * two, 2 * q);
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      if (row < c.d && column + s < c.e) {
+        visit(two, s,
+              reinterpret_cast<float4*>(state + static_cast<int64_t>(column + s) * c.d + row));
+      }
+    }
+  }
+}
+
+// Loads what a lane has of a state. What does not exist is 0.
+template <Recurrence kKind>
+__device__ __forceinline__ void LoadState(const ChunkSizes& c, float* own, int column,
+                                          float (&state)[kTiles][4]) {
+  if constexpr (kKind == Recurrence::kDelta) {
+    VisitRows(c, own, column, [&](int i, int s, const float2* place) {
+      state[i][s] = place->x;
+      state[i][2 + s] = place->y;
+    });
+  } else {
+    VisitColumns(c, own, column, [&](int two, int s, const float4* place) {
+      const float4 four = *place;
+      state[2 * two][2 * s] = four.x;
+      state[2 * two][2 * s + 1] = four.y;
+      state[2 * two + 1][2 * s] = four.z;
+      state[2 * two + 1][2 * s + 1] = four.w;
+    });
+  }
+}
+
+template <Recurrence kKind>
+__device__ __forceinline__ void StoreState(const ChunkSizes& c, float* own, int column,
+                                           const float (&state)[kTiles][4]) {
+  if constexpr (kKind == Recurrence::kDelta) {
+    VisitRows(c, own, column, [&](int i, int s, float2* place) {
+      *place = make_float2(state[i][s], state[i][2 + s]);
+    });
+  } else {
+    VisitColumns(c, own, column, [&](int two, int s, float4* place) {
+      *place = make_float4(state[2 * two][2 * s], state[2 * two][2 * s + 1],
+                           state[2 * two + 1][2 * s], state[2 * two + 1][2 * s + 1]);
+    });
+  }
+}
+
+// Calls visit(tile, s, place) for the tokens of a chunk that a lane has and that exist. `first` is
+// the lane's column of the chunk's first token, and `present` the number of its tokens.
+template <int kChunk, typename T, typename Function>
+__device__ __forceinline__ void VisitTokens(T* first, int stride, int present, Function visit) {
+  using Pair = std::conditional_t<std::is_const_v<T>, const float2, float2>;
+  const int q = threadIdx.x % 4;
+  T* own = first + 2 * q * static_cast<int64_t>(stride);
 #if defined(__CUDA_ARCH__)
   asm volatile("" : "+l"(own));  // otherwise sixteen addresses would stay in registers
 #endif
@@ -203,24 +277,24 @@ __device__ __forceinline__ void VisitTokens(float* y, int stride, int present, F
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       if (8 * i + s < present - 2 * q) {
-        visit(i, s, reinterpret_cast<float2*>(own + static_cast<int64_t>(8 * i + s) * stride));
+        visit(i, s, reinterpret_cast<Pair*>(own + static_cast<int64_t>(8 * i + s) * stride));
       }
     }
   }
 }
 
-// The columns of "wanted", and then of the corrections, that a lane has.
+// The columns of values, and then of corrections of the delta rule, that a lane has.
 template <int kChunk>
 struct Corrections {
   float of[kChunk / 8][4];
 
-  __device__ __forceinline__ void Load(float* y, int stride, int present) {
+  __device__ __forceinline__ void Load(const float* values, int stride, int present) {
 #pragma unroll
     for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) of[i][j] = 0.0f;
     }
-    VisitTokens<kChunk>(y, stride, present, [&](int i, int s, const float2* place) {
+    VisitTokens<kChunk>(values, stride, present, [&](int i, int s, const float2* place) {
       of[i][s] = place->x;
       of[i][2 + s] = place->y;
     });
@@ -228,19 +302,20 @@ struct Corrections {
 };
 
 // Blocks of one head follow each other. With two stages, the next chunk is copied during a chunk.
-template <int kChunk>
+template <Recurrence kKind, int kChunk>
 __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
-    DeltaScan(const DeltaRuleCall c, const DeltaRuleBuffers p, const ChunkBuffers w,
-              const int warps, const int stages) {
+    ChunkScan(const ChunkSizes c, const ScanBuffers p, const ChunkBuffers w, const int warps,
+              const int stages) {
   if constexpr (kChunk > kMostChunkTokens) return;
+  constexpr bool kSkips = kKind == Recurrence::kMamba2;  // the results have D values too
   NVFP4_DYNAMIC_SHARED(shared);
-  Stage<kChunk>* const all = reinterpret_cast<Stage<kChunk>*>(shared);
+  Stage<kKind, kChunk>* const all = reinterpret_cast<Stage<kKind, kChunk>*>(shared);
   const int heads = c.key_heads * c.shared, thread = threadIdx.x, warp = thread / 32;
   const int q = thread % 4;
   const int parts = (c.e + warps * kColumns - 1) / (warps * kColumns);
   const int unit = blockIdx.x / parts, part = blockIdx.x - unit * parts;
   const int row = unit / heads, head = unit - row * heads;
-  const int64_t all_chunks = (c.t + kChunk - 1) / kChunk, tokens = RowTokens(c, p, row);
+  const int64_t all_chunks = (c.t + kChunk - 1) / kChunk, tokens = RowTokens(c.t, p.lengths, row);
   const int chunks = static_cast<int>((tokens + kChunk - 1) / kChunk);
   const int copy_thread = thread - 32 * warps;
   const int left = (part * warps + warp) * kColumns, column = left + 2 * (thread % 32 / 4);
@@ -248,34 +323,33 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
   const int64_t first = unit * all_chunks, first_of_key = unit / c.shared * all_chunks;
 
   float* const own = p.state + static_cast<int64_t>(unit) * c.d * c.e;
-  float* y = p.y + (row * c.t * heads + head) * c.e + column;
+  const int64_t start = (row * c.t * heads + head) * c.e + column;
+  float* y = p.y + start;
+  const float* values = p.values + start;
   const int stride = heads * c.e;
+  const float skipped = kSkips ? p.D[head] : 0.0f;
   // How many tokens are left from the lane's chunk on; none for columns that do not exist.
   int64_t remaining = column < c.e ? tokens : 0;
   const auto present = [&] { return static_cast<int>(min(remaining, int64_t{kChunk})); };
   float state[kTiles][4] = {};
-  Corrections<kChunk> wanted;
+  Corrections<kChunk> next;
   if (computes) {
-    VisitState(c, own, column, [&](int i, int s, const float2* place) {
-      state[i][s] = place->x;
-      state[i][2 + s] = place->y;
-    });
-    wanted.Load(y, stride, present());
+    LoadState<kKind>(c, own, column, state);
+    next.Load(values, stride, present());
   }
 #pragma unroll 1
   for (int step = 0; step < chunks + stages - 1; ++step) {
     if (copy_thread >= 0 && step < chunks) {
-      CopyStage<kChunk>(all[step & (stages - 1)], w, first + step, first_of_key + step,
-                        copy_thread);
+      CopyStage(all[step & (stages - 1)], w, first + step, first_of_key + step, copy_thread);
       WaitCopies<0>();
     }
     if (stages == 1) __syncthreads();
     const int chunk = step - (stages - 1);
     if (computes && chunk >= 0) {
-      const Stage<kChunk>& stage = all[chunk & (stages - 1)];
-      Corrections<kChunk> u = wanted;
+      const Stage<kKind, kChunk>& stage = all[chunk & (stages - 1)];
+      Corrections<kChunk> u = next;
       float sums[kChunk / 8][4] = {};
-      ReadState<kChunk>(state, stage, u.of, sums);
+      ReadState(state, stage, u.of, sums);
 #pragma unroll
       for (int i = 0; i < kChunk / 8; ++i) {
         const float2 decay = *reinterpret_cast<const float2*>(stage.decays + 8 * i + 2 * q);
@@ -286,12 +360,18 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
       }
       AddPairs<kChunk>(u.of, stage.pairs, sums);
       VisitTokens<kChunk>(y, stride, present(), [&](int i, int s, float2* place) {
-        *place = make_float2(sums[i][s], sums[i][2 + s]);
+        float2 result = make_float2(sums[i][s], sums[i][2 + s]);
+        if constexpr (kSkips) {
+          result.x += skipped * u.of[i][s];
+          result.y += skipped * u.of[i][2 + s];
+        }
+        *place = result;
       });
-      // "wanted" of the next chunk arrives during the products that write the state.
+      // The values of the next chunk arrive during the products that write the state.
       y += static_cast<int64_t>(kChunk) * stride;
+      values += static_cast<int64_t>(kChunk) * stride;
       remaining -= min(remaining, int64_t{kChunk});
-      wanted.Load(y, stride, present());
+      next.Load(values, stride, present());
       const float kept = stage.decays[kChunk - 1];
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -302,45 +382,50 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
     }
     __syncthreads();
   }
-  if (computes) {
-    VisitState(c, own, column, [&](int i, int s, float2* place) {
-      *place = make_float2(state[i][s], state[i][2 + s]);
-    });
-  }
+  if (computes) StoreState<kKind>(c, own, column, state);
 }
 
-int64_t DeltaScanBytes(int chunk, int stages) {
-  return stages * static_cast<int64_t>(chunk == 64 ? sizeof(Stage<64>) : sizeof(Stage<32>));
+template <Recurrence kKind>
+int64_t ScanBytes(int chunk, int stages) {
+  using Large = Stage<kKind, kLargeChunk>;
+  using Small = Stage<kKind, kSmallChunk>;
+  return stages * static_cast<int64_t>(chunk == kLargeChunk ? sizeof(Large) : sizeof(Small));
 }
 
-template <int kChunk>
-cudaError_t LaunchDeltaScanOf(cudaStream_t stream, const DeltaRuleCall& c,
-                              const DeltaRuleBuffers& p, const ChunkBuffers& w) {
+// Returns the tokens of a chunk on the current device. This kernel decides, because it needs more
+// shared memory than the first one. The code of 9.0 and later has large chunks (kMostChunkTokens),
+// and code for 8.0 may run on newer devices too.
+template <Recurrence kKind>
+int ScanChunk() {
+  const bool large = ScanBytes<kKind>(kLargeChunk, 2) <= BlockSharedBytes() &&
+                     MayOverlap(ChunkScan<kKind, kLargeChunk>);
+  return large ? kLargeChunk : kSmallChunk;
+}
+
+template <Recurrence kKind, int kChunk>
+cudaError_t LaunchScanOf(cudaStream_t stream, const ChunkSizes& c, const ScanBuffers& p,
+                         const ChunkBuffers& w) {
   const int64_t units = c.b * c.key_heads * c.shared;
   const auto parts = [&](int warps) { return CeilDiv(c.e, warps * kColumns); };
   // Two small blocks read the L2 cache twice as often as a large one. They are faster only where
   // the heads occupy at most half of the device, whose cache then serves them.
   const bool small = 2 * units * parts(kMaxWarps / 2) <= MultiprocessorCount();
   const int warps = small ? kMaxWarps / 2 : kMaxWarps;
-  const int stages = DeltaScanBytes(kChunk, 2) <= BlockSharedBytes() ? 2 : 1;
+  const int stages = ScanBytes<kKind>(kChunk, 2) <= BlockSharedBytes() ? 2 : 1;
   const dim3 grid(static_cast<unsigned>(units * parts(warps)));
   return LaunchWide(stream, grid, 32 * (warps + kCopyWarps),
-                    static_cast<int>(DeltaScanBytes(kChunk, stages)), false, DeltaScan<kChunk>, c,
-                    p, w, warps, stages);
+                    static_cast<int>(ScanBytes<kKind>(kChunk, stages)), false,
+                    ChunkScan<kKind, kChunk>, c, p, w, warps, stages);
+}
+
+// Launches the kernel with large or small chunks.
+template <Recurrence kKind>
+cudaError_t LaunchScan(cudaStream_t stream, const ChunkSizes& c, const ScanBuffers& p,
+                       const ChunkBuffers& w, int chunk) {
+  const auto launch =
+      chunk == kLargeChunk ? LaunchScanOf<kKind, kLargeChunk> : LaunchScanOf<kKind, kSmallChunk>;
+  return launch(stream, c, p, w);
 }
 
 }  // namespace
-
-// The code of 9.0 and later has them (kMostChunkTokens); code for 8.0 may run on newer devices too.
-bool HasLargeDeltaScan() {
-  return DeltaScanBytes(64, 2) <= BlockSharedBytes() && MayOverlap(DeltaScan<64>);
-}
-
-cudaError_t LaunchDeltaScan(cudaStream_t stream, const DeltaRuleCall& call,
-                            const DeltaRuleBuffers& buffers, const ChunkBuffers& chunks,
-                            int chunk) {
-  const auto launch = chunk == 64 ? LaunchDeltaScanOf<64> : LaunchDeltaScanOf<32>;
-  return launch(stream, call, buffers, chunks);
-}
-
 }  // namespace nvfp4
