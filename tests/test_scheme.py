@@ -141,23 +141,27 @@ def test_recurrent_steps_are_found(op, target, widths, want, why):
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype", "widths", "want", "why"),
+    ("target", "dtype", "widths", "found", "why"),
     [
-        (cuda(8, 6), "bfloat16", (128, 128), "delta_rule_cuda", None),
-        (cuda(12, 1), "bfloat16", (16, 8), "delta_rule_cuda", None),
-        (cuda(9, 0), "float16", (128, 128), "reference", "needs bfloat16, got float16"),
-        (cuda(9, 0), "float32", (128, 128), "reference", "needs bfloat16, got float32"),
-        (cuda(9, 0), "bfloat16", (130, 128), "reference", r"range\(4, 129, 4\), got \(130, 128"),
-        (cuda(7, 5), "bfloat16", (128, 128), "reference", "got cuda 7.5"),
-        (CPU, "bfloat16", (128, 128), "reference", "needs cuda, got cpu"),
+        (cuda(8, 6), "bfloat16", (128, 128), True, None),
+        (cuda(12, 1), "bfloat16", (16, 8), True, None),
+        (cuda(9, 0), "float16", (128, 128), False, "needs bfloat16, got float16"),
+        (cuda(9, 0), "float32", (128, 128), False, "needs bfloat16, got float32"),
+        (cuda(9, 0), "bfloat16", (130, 128), False, r"range\(4, 129, 4\), got \(130, 128"),
+        (cuda(7, 5), "bfloat16", (128, 128), False, "got cuda 7.5"),
+        (CPU, "bfloat16", (128, 128), False, "needs cuda, got cpu"),
     ],
 )
-def test_delta_rules_are_found(target, dtype, widths, want, why):
-    problem = Problem("gated_delta_rule", None, target, dtype, head_widths=widths)
-    assert choose_backend(problem, BACKENDS).name == want
-    if why is not None:
+@pytest.mark.parametrize(
+    ("op", "kernel"),
+    [("gated_delta_rule", "delta_rule_cuda"), ("mamba2_scan", "mamba2_scan_cuda")],
+)
+def test_recurrences_over_prompts_are_found(op, kernel, target, dtype, widths, found, why):
+    problem = Problem(op, None, target, dtype, head_widths=widths)
+    assert choose_backend(problem, BACKENDS).name == (kernel if found else "reference")
+    if not found:
         with pytest.raises(nvfp4.NoBackendError, match=why):
-            choose_backend(problem, BACKENDS, ("delta_rule_cuda",))
+            choose_backend(problem, BACKENDS, (kernel,))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from cuda_emulation import _LEAST_SHARED_BYTES, HOPPER_SHARED_BYTES
 from mamba2_scan_suite import (
     RAGGED,
     SCAN_CASES,
-    Mamba2ScanSuite,
+    Mamba2KernelSuite,
     make_lengths,
     make_scan,
     scan_in_float64,
@@ -22,7 +22,7 @@ from jax_nvfp4_moe.testing import assert_as_accurate_as
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
 
-class TestMamba2Scan(Mamba2ScanSuite):
+class TestMamba2Scan(Mamba2KernelSuite):
     case = axis(*SCAN_CASES)
 
     @pytest.fixture

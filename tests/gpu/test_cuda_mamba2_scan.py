@@ -12,7 +12,7 @@ from gradients import gradients
 from mamba2_scan_suite import (
     RAGGED,
     SCAN_CASES,
-    Mamba2ScanSuite,
+    Mamba2KernelSuite,
     make_lengths,
     make_scan,
     without_padding,
@@ -32,7 +32,7 @@ def each(function, operands):
     return [x if i in WEIGHTS else function(x) for i, x in enumerate(map(jnp.asarray, operands))]
 
 
-class TestMamba2Scan(Mamba2ScanSuite):
+class TestMamba2Scan(Mamba2KernelSuite):
     case = axis(*SCAN_CASES)
 
     @pytest.fixture

@@ -217,6 +217,10 @@ class Mamba2ScanSuite:
         assert np.abs(exact[1]).max() > 0
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-3 * np.abs(want).max())
 
+
+class Mamba2KernelSuite(Mamba2ScanSuite):
+    """What holds for kernels beyond that. XLA computes the states before several chunks at once."""
+
     def test_not_a_number_reaches_the_tokens_behind_it(self, run):
         """An input that is NaN spoils its channel from its token on, and nothing before it."""
         x, *rest = (part.copy() for part in make_scan("usual widths, whole chunks"))
