@@ -409,7 +409,7 @@ cudaError_t LaunchScanOf(cudaStream_t stream, const ChunkSizes& c, const ScanBuf
   const auto parts = [&](int warps) { return CeilDiv(c.e, warps * kColumns); };
   // Two small blocks read the L2 cache twice as often as a large one. They are faster only where
   // the heads occupy at most half of the device, whose cache then serves them.
-  const bool small = 2 * units * parts(kMaxWarps / 2) <= MultiprocessorCount();
+  const bool small = units * parts(kMaxWarps / 2) <= MultiprocessorCount();
   const int warps = small ? kMaxWarps / 2 : kMaxWarps;
   const int stages = ScanBytes<kKind>(kChunk, 2) <= BlockSharedBytes() ? 2 : 1;
   const dim3 grid(static_cast<unsigned>(units * parts(warps)));
