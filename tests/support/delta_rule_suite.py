@@ -38,6 +38,7 @@ RULE_CASES = {
     "one token": RuleCase((1, 1, 128, 128), 1),
     "less than a chunk": RuleCase((2, 2, 64, 64), 31, fade=0.01),
     "one more token than a chunk": RuleCase((1, 3, 32, 48), 65),
+    "more heads of a key than a block has warps": RuleCase((1, 11, 32, 16), 70),
     "narrow keys and values": RuleCase((3, 2, 4, 4), 70),
     "widths that no tile divides": RuleCase((2, 1, 20, 76), 100),
     "strong decays": RuleCase((1, 2, 64, 32), 130, fade=30.0),

@@ -9,8 +9,9 @@
 // If the call says so, keys are first scaled to length 1, and queries to the length `scale`.
 //
 // A block handles one chunk of one key head, for all its value heads: these share the products of
-// keys and queries with keys. The system and its inverse are computed in float32. The products of
-// queries with keys, and of T with values and keys, take TensorFloat-32.
+// keys and queries with keys. Each warp sums the logarithms of one value head while keys and
+// queries arrive. The system and its inverse are computed in float32. The products of queries with
+// keys, and of T with values and keys, take TensorFloat-32.
 //
 // T is computed from small blocks to large ones: blocks of 16 by substitution, and then, for pairs
 // of neighbors, [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]]. See
@@ -25,6 +26,7 @@
 //
 // Needs: d and e at most 128 and multiples of 4. cuda_recurrent_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_delta_rule.py, tests/gpu/test_cuda_delta_rule.py.
+#include "cuda/instructions/ampere.cuh"
 #include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
@@ -44,6 +46,13 @@ struct System {
   Matrix<kChunk> inverse;  // T, without the blocks above its diagonal
 };
 
+// What belongs to the tokens of one value head.
+template <int kChunk>
+struct HeadTokens {
+  LogSums<kChunk> logs;
+  float faded[kChunk], beta[kChunk];  // `faded` are the decays from the start of the chunk
+};
+
 template <int kChunk>
 struct Workspace {
   float keys[kChunk * kChunkWidth];  // a tile (TilePlace)
@@ -52,8 +61,7 @@ struct Workspace {
     System<kChunk> system;
   };
   Matrix<kChunk> key_pairs, query_pairs;  // products of keys and queries with keys
-  LogSums<kChunk> logs;
-  float faded[kChunk], beta[kChunk];
+  HeadTokens<kChunk> heads[kWarps];       // of kWarps value heads at once
 };
 
 __device__ __forceinline__ float4 TimesFour(const float4& four, float factor) {
@@ -109,16 +117,18 @@ __device__ __forceinline__ void MultiplyKeys(Workspace<kChunk>& w, int width) {
 
 // Writes the pairs of queries to `pairs`, and L to the system.
 template <int kChunk>
-__device__ __forceinline__ void DecayPairs(Workspace<kChunk>& w, float* pairs) {
+__device__ __forceinline__ void DecayPairs(Workspace<kChunk>& w, const HeadTokens<kChunk>& own,
+                                           float* pairs) {
+  const int thread = ReadThread();
 #pragma unroll 4
   for (int step = 0; step < kChunk * kChunk / kThreads; ++step) {
-    const int index = step * kThreads + threadIdx.x;
+    const int index = step * kThreads + thread;
     const int i = index / kChunk, j = index % kChunk;
     float pair = 0.0f, below = 0.0f;
     if (j <= i) {
-      const float decay = w.logs.DecayBetween(i, j);
+      const float decay = own.logs.DecayBetween(i, j);
       pair = decay * w.query_pairs.At(i, j);
-      if (j < i) below = w.beta[i] * decay * w.key_pairs.At(i, j);
+      if (j < i) below = own.beta[i] * decay * w.key_pairs.At(i, j);
     }
     pairs[4 * PairPlace(kChunk, i, j / 4) + j % 4] = __uint_as_float(RoundToTf32(pair));
     w.system.below.At(i, j) = below;
@@ -177,25 +187,21 @@ __device__ __forceinline__ void JoinBlocks(System<kChunk>& system) {
   __syncthreads();
 }
 
-// The rows of a right operand that a lane has, in the tiles of 8 rows: two neighboring columns of
-// rows q and q + 4.
-template <int kChunk>
-using Rows = float2[kChunk / 8][2];
-
-// Multiplies T, with its columns times `scale`, by 16 columns of a matrix. Lane 4 g + q gets
-// columns 4 q to 4 q + 3 of rows g and g + 8 of each tile of 16 rows, and passes them to store(row,
-// four).
-template <int kChunk, typename Scale, typename Store>
-__device__ __forceinline__ void MultiplyInverse(System<kChunk>& system, const Rows<kChunk>& rows,
-                                                Scale scale, Store store) {
-  const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+// Multiplies T, with its columns times `scale`, by 16 columns of a matrix, of which rows(tile,
+// half) has two numbers of the lane. Lane 4 g + q gets columns 4 q to 4 q + 3 of rows g and g + 8
+// of each tile of 16 rows, and passes them to store(row, four).
+template <int kChunk, typename Rows, typename Scale, typename Store>
+__device__ __forceinline__ void MultiplyInverse(System<kChunk>& system, Rows rows, Scale scale,
+                                                Store store) {
+  const int thread = ReadThread(), g = thread % 32 / 4, q = thread % 4;
   float sums[kChunk / 16][2][4] = {};
 #pragma unroll
   for (int k = 0; k < kChunk / 8; ++k) {
     const int left = 8 * k + q;
     const float near = scale(left), far = scale(left + 4);
-    const uint32_t b[4] = {RoundToTf32(rows[k][0].x), RoundToTf32(rows[k][1].x),
-                           RoundToTf32(rows[k][0].y), RoundToTf32(rows[k][1].y)};
+    const float2 first = rows(k, 0), second = rows(k, 1);
+    const uint32_t b[4] = {RoundToTf32(first.x), RoundToTf32(second.x), RoundToTf32(first.y),
+                           RoundToTf32(second.y)};
 #pragma unroll
     for (int i = k / 2; i < kChunk / 16; ++i) {  // the tiles of T ahead of it are 0
       const int row = 16 * i + g;
@@ -215,36 +221,47 @@ __device__ __forceinline__ void MultiplyInverse(System<kChunk>& system, const Ro
   }
 }
 
+// Loads the rates of one value head, sums the logarithms of its decays, and writes its decays. One
+// warp does this. `scalars` is the place of the first token in g and beta.
+template <int kChunk>
+__device__ __forceinline__ void PrepareTokens(HeadTokens<kChunk>& own, const DeltaRuleCall& c,
+                                              const DeltaRuleBuffers& p, float* decays,
+                                              int64_t scalars, int64_t present) {
+  const int64_t heads = int64_t{c.key_heads} * c.shared;
+  const float *const g = p.g + scalars, *const beta = p.beta + scalars;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < kChunk; i += 32) {
+    own.beta[i] = i < present ? beta[i * heads] : 0.0f;
+  }
+  own.logs.Sum([&](int i) { return g[i * heads]; }, present);
+  __syncwarp();
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < kChunk; i += 32) {
+    own.faded[i] = decays[i] = own.logs.DecayTo(i);
+    decays[kChunk + i] = own.logs.DecayBetween(kChunk - 1, i);
+  }
+}
+
 // Handles one value head of the chunk. `number` is that of the chunk among those of all value
 // heads, and `token` that of its first token among those of all rows.
 template <int kChunk>
-__device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRuleCall& c,
-                                            const DeltaRuleBuffers& p, const ChunkBuffers& chunks,
-                                            int head, int64_t number, int64_t token,
-                                            int64_t present) {
-  const int heads = c.key_heads * c.shared, thread = threadIdx.x;
+__device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const HeadTokens<kChunk>& own,
+                                            const DeltaRuleCall& c, const DeltaRuleBuffers& p,
+                                            const ChunkBuffers& chunks, int head, int64_t number,
+                                            int64_t token, int64_t present) {
+  const int heads = c.key_heads * c.shared, thread = ReadThread();
   const int g = thread % 32 / 4, q = thread % 4, column = thread / 32 * 16;
-  const int64_t scalars = token * heads + head;
-  if (thread < 32) {
-    const float* const g = p.g + scalars;
-    w.logs.Sum([&](int token) { return g[token * int64_t{heads}]; }, present);
-  }
-  if (thread >= 32 && thread < 32 + kChunk) {
-    const int i = thread - 32;
-    w.beta[i] = i < present ? p.beta[scalars + static_cast<int64_t>(i) * heads] : 0.0f;
-  }
-  __syncthreads();
-  if (thread < kChunk) {
-    float* decays = chunks.decays + number * 2 * kChunk;
-    w.faded[thread] = decays[thread] = w.logs.DecayTo(thread);
-    decays[kChunk + thread] = w.logs.DecayBetween(kChunk - 1, thread);
-  }
-  DecayPairs(w, chunks.pairs + number * kChunk * kChunk);
+  DecayPairs(w, own, chunks.pairs + number * kChunk * kChunk);
   __syncthreads();
   if (thread < kChunk) InvertBlocks(w.system);
   // The values arrive while the blocks are joined.
-  const float* values = p.v + (token * heads + head) * c.e + column + 2 * g;
-  Rows<kChunk> rows;
+  const int64_t place = (token * heads + head) * c.e + column;  // of the chunk's first token
+  int64_t stride = static_cast<int64_t>(heads) * c.e;           // from a token to the next one
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+l"(stride));  // otherwise the offsets of all rows would stay in registers
+#endif
+  const float* const values = p.v + place + 2 * g;
+  float2 rows[kChunk / 8][2];  // two neighboring columns of rows q and q + 4 of each tile of 8 rows
 #pragma unroll
   for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
@@ -252,8 +269,7 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
       const int row = 8 * i + 4 * half + q;
       rows[i][half] = make_float2(0.0f, 0.0f);
       if (row < present && column + 2 * g < c.e) {
-        rows[i][half] =
-            *reinterpret_cast<const float2*>(values + static_cast<int64_t>(row) * heads * c.e);
+        rows[i][half] = *reinterpret_cast<const float2*>(values + row * stride);
       }
     }
   }
@@ -261,25 +277,24 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
   JoinBlocks<kChunk, kBlock>(w.system);
   if constexpr (kChunk == kLargeChunk) JoinBlocks<kChunk, 2 * kBlock>(w.system);
 
-  float* wanted = p.y + (token * heads + head) * c.e + column + 4 * q;
+  float* const wanted = p.y + place + 4 * q;
   MultiplyInverse<kChunk>(
-      w.system, rows, [&](int i) { return w.beta[i]; },
+      w.system, [&](int i, int half) { return rows[i][half]; }, [&](int i) { return own.beta[i]; },
       [&](int row, const float4& four) {
         if (row >= present || column + 4 * q >= c.e) return;
-        *reinterpret_cast<float4*>(wanted + static_cast<int64_t>(row) * heads * c.e) = four;
+        *reinterpret_cast<float4*>(wanted + row * stride) = four;
       });
-#pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 8 * i + 4 * half + q;
-      const float* unit = w.keys + 4 * TilePlace(row, column / 4 + g / 2);
-      rows[i][half] = reinterpret_cast<const float2*>(unit)[g % 2];
-    }
-  }
+  // Without a barrier, the compiler would keep what it has loaded of T for the next product, and
+  // spill it.
+  __syncwarp();
   float4* known = reinterpret_cast<float4*>(chunks.known + number * kChunk * kChunkWidth);
   MultiplyInverse<kChunk>(
-      w.system, rows, [&](int i) { return -w.beta[i] * w.faded[i]; },
+      w.system,
+      [&](int i, int half) {
+        const int unit = TilePlace(8 * i + 4 * half + q, column / 4 + g / 2);
+        return reinterpret_cast<const float2*>(w.keys + 4 * unit)[g % 2];
+      },
+      [&](int i) { return -own.beta[i] * own.faded[i]; },
       [&](int row, const float4& four) {
         known[TokenPlace(row, column / 4 + q)] = RoundFour(four);
       });
@@ -288,7 +303,7 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
 
 // Blocks of the chunks of one key head follow each other.
 template <int kChunk>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kChunk == kLargeChunk ? 2 : 1)
     DeltaPrepare(const DeltaRuleCall c, const DeltaRuleBuffers p, const ChunkBuffers chunks) {
   if constexpr (kChunk > kMostChunkTokens) return;
   NVFP4_DYNAMIC_SHARED(shared);
@@ -311,6 +326,17 @@ __global__ void __launch_bounds__(kThreads)
   CopyTile<kChunk>(w.keys, p.k + offset, stride, present, c.d);
   CopyTile<kChunk>(w.queries, p.q + offset, stride, present, c.d);
   CommitCopies();
+  const int64_t first_head = static_cast<int64_t>(unit) * c.shared;
+  // Each warp prepares the tokens of one of the kWarps heads from `begin` on.
+  const auto prepare_tokens = [&](int begin) {
+    const int i = begin + static_cast<int>(threadIdx.x) / 32;
+    if (i >= c.shared) return;
+    const int64_t heads = int64_t{c.key_heads} * c.shared;
+    PrepareTokens(w.heads[i - begin], c, p,
+                  chunks.decays + ((first_head + i) * count + chunk) * 2 * kChunk,
+                  token * heads + key_head * c.shared + i, present);
+  };
+  prepare_tokens(0);
   WaitCopies<0>();
   __syncthreads();
   if (c.normalize) {
@@ -326,8 +352,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
   for (int i = 0; i < c.shared; ++i) {
     const int head = key_head * c.shared + i;
-    const int64_t number = (static_cast<int64_t>(unit) * c.shared + i) * count + chunk;
-    PrepareHead(w, c, p, chunks, head, number, token, present);
+    if (i > 0 && i % kWarps == 0) {
+      prepare_tokens(i);
+      __syncthreads();
+    }
+    PrepareHead(w, w.heads[i % kWarps], c, p, chunks, head, (first_head + i) * count + chunk, token,
+                present);
   }
 }
 
