@@ -205,16 +205,28 @@ def test_a_norm_requests_all_that_it_sums_at_once(listing, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_delta_rule_leaves_out_pairs_with_later_tokens(code, arch):
-    """Chunks of 32 and of 64 tokens: three products with keys or queries, and half the pairs.
+@pytest.mark.parametrize(("recurrence", "products"), [(0, 3), (1, 2)])
+def test_recurrences_leave_out_pairs_with_later_tokens(code, arch, recurrence, products):
+    """Chunks of 32 and of 64 tokens: products with keys and queries, and half the pairs.
 
-    A product of S.T [16, 128] with c tokens is c / 8 * 16 instructions. Chunks of 64 tokens have
-    code only where a block may have enough shared memory.
+    The delta rule has one product more than Mamba-2, with the decayed keys. A product of S.T
+    [16, 128] with c tokens is c / 8 * 16 instructions. Chunks of 64 tokens have code only where a
+    block may have enough shared memory.
     """
-    counts = kernels(code, arch, "9DeltaScanI").values()
+    found = kernels(code, arch, "9ChunkScanI")
+    counts = [count for name, count in found.items() if f"10RecurrenceE{recurrence}E" in name]
     large = 8 if arch in LARGE_CHUNKS else 0
-    expected = sorted(3 * tiles * 16 + tiles * (tiles + 1) // 2 for tiles in (4, large))
+    expected = sorted(products * tiles * 16 + tiles * (tiles + 1) // 2 for tiles in (4, large))
     assert sorted(count["HMMA"] for count in counts) == expected
+    assert not any(count["LDL"] + count["STL"] for count in counts)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["12DeltaPrepareI", "13Mamba2PrepareI"])
+def test_recurrences_prepare_chunks_in_registers(code, arch, name):
+    found = kernels(code, arch, name)
+    assert len(found) == 2  # sizes of a chunk
+    assert not any(count["LDL"] + count["STL"] for count in found.values())
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

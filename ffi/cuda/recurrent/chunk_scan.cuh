@@ -20,16 +20,10 @@
 // A block ends after the last chunk of its row that has a token which is no padding. The first
 // kernel has prepared no chunk behind it, and has written the results of padding.
 //
-// The delta rule, 4096 tokens of 32 heads with 128 x 128 on an H200, with 64 blocks of 4 warps that
-// compute. A warp issues 420 products for a chunk, one in 6.5 cycles, which mma.sync reaches: 2700
-// cycles, or 100 us for 64 chunks. Each warp reads all tiles, which takes 3400 cycles of shared
-// memory for the 4 warps of a block: 125 us. The tiles come from the L2 cache twice, 470 MB or 90
-// us. Memory takes 300 MB: 75 us. Shared memory is the bound, so about 130 us. Blocks of 2 warps
-// would read the L2 cache 4 times, and take 170 us.
-//
-// Mamba-2, 8192 tokens of 64 heads with 128 x 64, with 64 blocks: a warp issues 292 products for a
-// chunk, 1900 cycles. A block copies 81 KiB for it and loads 16 more, which take about 2150 cycles
-// at 45 bytes a cycle: 0.16 ms for 128 chunks.
+// Bottleneck: the latency of a warp's instructions. On an H200, 8192 tokens took 315 us (delta
+// rule, 32 heads with 128 x 128) and 275 us (Mamba-2, 64 heads with 128 x 64), with 128 blocks of 2
+// warps that compute. Copies alone took 199 and 164 us. A warp issues 420 and 292 products for a
+// chunk, one in 10 and 13 cycles, where mma.sync reaches one in 6.5.
 //
 // Needs: d and e at most 128 and multiples of 4. cuda_recurrent_bindings.cc checks these. Tests:
 // test_emulation_delta_rule.py and test_emulation_mamba2_scan.py of tests/emulation,
@@ -272,13 +266,22 @@ __device__ __forceinline__ void VisitTokens(T* first, int stride, int present, F
 #if defined(__CUDA_ARCH__)
   asm volatile("" : "+l"(own));  // otherwise sixteen addresses would stay in registers
 #endif
+  const auto place = [&](int i, int s) {
+    return reinterpret_cast<Pair*>(own + static_cast<int64_t>(8 * i + s) * stride);
+  };
+  if (present == kChunk) {  // as nearly always; no lane then has to decide for each token
+#pragma unroll
+    for (int i = 0; i < kChunk / 8; ++i) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) visit(i, s, place(i, s));
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      if (8 * i + s < present - 2 * q) {
-        visit(i, s, reinterpret_cast<Pair*>(own + static_cast<int64_t>(8 * i + s) * stride));
-      }
+      if (8 * i + s < present - 2 * q) visit(i, s, place(i, s));
     }
   }
 }
@@ -335,7 +338,7 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
   Corrections<kChunk> next;
   if (computes) {
     LoadState<kKind>(c, own, column, state);
-    next.Load(values, stride, present());
+    if constexpr (!kSkips) next.Load(values, stride, present());
   }
 #pragma unroll 1
   for (int step = 0; step < chunks + stages - 1; ++step) {
@@ -347,7 +350,9 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
     const int chunk = step - (stages - 1);
     if (computes && chunk >= 0) {
       const Stage<kKind, kChunk>& stage = all[chunk & (stages - 1)];
+      // Mamba-2 needs its values only behind the products with the state, during which they arrive.
       Corrections<kChunk> u = next;
+      if constexpr (kSkips) u.Load(values, stride, present());
       float sums[kChunk / 8][4] = {};
       ReadState(state, stage, u.of, sums);
 #pragma unroll
@@ -367,11 +372,11 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
         }
         *place = result;
       });
-      // The values of the next chunk arrive during the products that write the state.
+      // Those of the delta rule for the next chunk arrive during the products that write the state.
       y += static_cast<int64_t>(kChunk) * stride;
       values += static_cast<int64_t>(kChunk) * stride;
       remaining -= min(remaining, int64_t{kChunk});
-      next.Load(values, stride, present());
+      if constexpr (!kSkips) next.Load(values, stride, present());
       const float kept = stage.decays[kChunk - 1];
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -407,8 +412,9 @@ cudaError_t LaunchScanOf(cudaStream_t stream, const ChunkSizes& c, const ScanBuf
                          const ChunkBuffers& w) {
   const int64_t units = c.b * c.key_heads * c.shared;
   const auto parts = [&](int warps) { return CeilDiv(c.e, warps * kColumns); };
-  // Two small blocks read the L2 cache twice as often as a large one. They are faster only where
-  // the heads occupy at most half of the device, whose cache then serves them.
+  // Two small blocks read the L2 cache twice as often as a large one, but each has a multiprocessor
+  // of its own. On an H200, 8192 tokens took 348 us instead of 438 (delta rule, 32 heads with 128 x
+  // 128), and 317 instead of 391 (Mamba-2, 64 heads with 128 x 64).
   const bool small = units * parts(kMaxWarps / 2) <= MultiprocessorCount();
   const int warps = small ? kMaxWarps / 2 : kMaxWarps;
   const int stages = ScanBytes<kKind>(kChunk, 2) <= BlockSharedBytes() ? 2 : 1;
