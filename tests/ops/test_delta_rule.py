@@ -76,7 +76,7 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
 
 
 def test_gradients_of_padding_are_zero():
-    """Gradients of true tokens and states are those without NaN in padding, and are finite."""
+    """Gradients of true tokens and states are those without NaN in padding, and finite."""
     name = "rows of unequal length"
     operands, lengths = make_rule(name), make_lengths(name)
 
@@ -90,7 +90,9 @@ def test_gradients_of_padding_are_zero():
     )
     padding = find_padding(lengths, RAGGED.tokens)
     for key, gradient, expected in zip(NAMES, found, clean, strict=True):
-        np.testing.assert_array_equal(gradient, expected)
+        # On a GPU, XLA adds in an order that changes from run to run.
+        atol = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=atol)
         assert np.isfinite(gradient).all()
         assert np.abs(gradient).max() > 0
         if key != "state":

@@ -5,6 +5,7 @@
 // It would lose digits in float32, so the sums are float64, and are stored as two float32 numbers.
 #pragma once
 
+#include "cuda/instructions/ampere.cuh"
 #include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/recurrent/chunk_tiles.cuh"
@@ -56,6 +57,16 @@ __device__ __forceinline__ void CopyTile(float* tile, const float* source, int64
     const float* place = exists ? source + row * stride + 4 * unit : source;
     CopyOrZero(target + 16 * TilePlace(row, unit), place, exists ? 16 : 0);
   }
+}
+
+__device__ __forceinline__ float4 MultiplyFours(const float4& x, const float4& y) {
+  return make_float4(x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w);
+}
+
+// Returns the first `count` of four numbers, and zeros.
+__device__ __forceinline__ float4 KeepBefore(const float4& four, int count) {
+  return make_float4(count > 0 ? four.x : 0.0f, count > 1 ? four.y : 0.0f,
+                     count > 2 ? four.z : 0.0f, count > 3 ? four.w : 0.0f);
 }
 
 __device__ __forceinline__ float4 RoundFour(const float4& four) {
@@ -130,14 +141,14 @@ __device__ __forceinline__ void MultiplyQueries(const float* query_tile, const f
 
 // The sums of the logarithms of the decays of one head, from the start of the chunk.
 template <int kChunk>
-struct LogSums {
+struct alignas(16) LogSums {
   float high[kChunk], low[kChunk];
 
   // One warp sums log(token), a double, over the first tokens.
   template <typename Log>
   __device__ __forceinline__ void Sum(Log log, int64_t present) {
     constexpr int kOwn = kChunk / 32;  // tokens of a lane
-    const int lane = threadIdx.x % 32;
+    const int lane = ReadThread() % 32;
     double sums[kOwn], total = 0.0;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -168,6 +179,17 @@ struct LogSums {
   // Returns the decay from token j to a token i behind it.
   __device__ __forceinline__ float DecayBetween(int i, int j) const {
     return expf((high[i] - high[j]) + (low[i] - low[j]));
+  }
+
+  // Returns the decays from tokens j to j + 3 to token i. Those from tokens behind i mean nothing.
+  __device__ __forceinline__ float4 DecaysBetween(int i, int j) const {
+    const float4 from_high = reinterpret_cast<const float4&>(high[j]);
+    const float4 from_low = reinterpret_cast<const float4&>(low[j]);
+    const float to_high = high[i], to_low = low[i];
+    return make_float4(expf((to_high - from_high.x) + (to_low - from_low.x)),
+                       expf((to_high - from_high.y) + (to_low - from_low.y)),
+                       expf((to_high - from_high.z) + (to_low - from_low.z)),
+                       expf((to_high - from_high.w) + (to_low - from_low.w)));
   }
 };
 

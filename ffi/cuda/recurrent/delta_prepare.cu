@@ -8,8 +8,8 @@
 //
 // If the call says so, keys are first scaled to length 1, and queries to the length `scale`.
 //
-// A block handles one chunk of one key head, for all its value heads: these share the products of
-// keys and queries with keys. Each warp sums the logarithms of one value head while keys and
+// A block handles one chunk of at most kHeads value heads of one key head: these share the products
+// of keys and queries with keys. Each warp sums the logarithms of one value head while keys and
 // queries arrive. The system and its inverse are computed in float32. The products of queries with
 // keys, and of T with values and keys, take TensorFloat-32.
 //
@@ -37,6 +37,7 @@
 namespace nvfp4 {
 namespace {
 
+constexpr int kHeads = kWarps;  // value heads of a block
 constexpr int kBlock = 16;      // blocks of this size are inverted by substitution
 constexpr float kTiny = 1e-6f;  // as in backends/gated_delta.py
 
@@ -61,7 +62,7 @@ struct Workspace {
     System<kChunk> system;
   };
   Matrix<kChunk> key_pairs, query_pairs;  // products of keys and queries with keys
-  HeadTokens<kChunk> heads[kWarps];       // of kWarps value heads at once
+  HeadTokens<kChunk> heads[kHeads];
 };
 
 __device__ __forceinline__ float4 TimesFour(const float4& four, float factor) {
@@ -115,23 +116,25 @@ __device__ __forceinline__ void MultiplyKeys(Workspace<kChunk>& w, int width) {
   }
 }
 
-// Writes the pairs of queries to `pairs`, and L to the system.
+// Writes the pairs of queries to `pairs`, and L to the system. A thread has four pairs of one token
+// at a time.
 template <int kChunk>
 __device__ __forceinline__ void DecayPairs(Workspace<kChunk>& w, const HeadTokens<kChunk>& own,
                                            float* pairs) {
+  constexpr int kFours = kChunk / 4;
   const int thread = ReadThread();
-#pragma unroll 4
-  for (int step = 0; step < kChunk * kChunk / kThreads; ++step) {
+#pragma unroll 2
+  for (int step = 0; step < kChunk * kFours / kThreads; ++step) {
     const int index = step * kThreads + thread;
-    const int i = index / kChunk, j = index % kChunk;
-    float pair = 0.0f, below = 0.0f;
+    const int i = index / kFours, four = index % kFours, j = 4 * four;
+    float4 pair = make_float4(0.0f, 0.0f, 0.0f, 0.0f), below = pair;
     if (j <= i) {
-      const float decay = own.logs.DecayBetween(i, j);
-      pair = decay * w.query_pairs.At(i, j);
-      if (j < i) below = own.beta[i] * decay * w.key_pairs.At(i, j);
+      const float4 decay = own.logs.DecaysBetween(i, j), beta = TimesFour(decay, own.beta[i]);
+      pair = RoundFour(KeepBefore(MultiplyFours(decay, w.query_pairs.Four(i, j)), i + 1 - j));
+      below = KeepBefore(MultiplyFours(beta, w.key_pairs.Four(i, j)), i - j);
     }
-    pairs[4 * PairPlace(kChunk, i, j / 4) + j % 4] = __uint_as_float(RoundToTf32(pair));
-    w.system.below.At(i, j) = below;
+    reinterpret_cast<float4*>(pairs)[PairPlace(kChunk, i, four)] = pair;
+    w.system.below.Four(i, j) = below;
   }
 }
 
@@ -169,6 +172,7 @@ __device__ __forceinline__ void JoinBlocks(System<kChunk>& system) {
   const bool active = threadIdx.x < kCount;
   if (active) {
     float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
     for (int i = column / kBlock * kBlock; i < kSize; ++i) {
       AddTimes(sums, system.below.At(second + row, first + i),
                system.inverse.Four(first + i, first + column));
@@ -178,6 +182,7 @@ __device__ __forceinline__ void JoinBlocks(System<kChunk>& system) {
   __syncthreads();
   if (active) {
     float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
     for (int i = 0; i < row / kBlock * kBlock + kBlock; ++i) {
       AddTimes(sums, -system.inverse.At(second + row, second + i),
                system.below.Four(first + i, second + column));
@@ -187,37 +192,49 @@ __device__ __forceinline__ void JoinBlocks(System<kChunk>& system) {
   __syncthreads();
 }
 
-// Multiplies T, with its columns times `scale`, by 16 columns of a matrix, of which rows(tile,
-// half) has two numbers of the lane. Lane 4 g + q gets columns 4 q to 4 q + 3 of rows g and g + 8
-// of each tile of 16 rows, and passes them to store(row, four).
-template <int kChunk, typename Rows, typename Scale, typename Store>
-__device__ __forceinline__ void MultiplyInverse(System<kChunk>& system, Rows rows, Scale scale,
-                                                Store store) {
+// Multiplies T by 16 columns of two matrices, of which right(matrix, tile, b) returns the lane's
+// right operands of a tile of 8 rows. Lane 4 g + q gets columns 4 q to 4 q + 3 of rows g and g + 8
+// of each tile of 16 rows, and passes them to store(matrix, row, four). One half of the rows
+// follows the other, because registers do not suffice for all sums.
+template <int kChunk, typename Right, typename Store>
+__device__ __forceinline__ void MultiplyInverse(System<kChunk>& system, Right right, Store store) {
+  constexpr int kTiles = kChunk / 32;  // of 16 rows, in a half
   const int thread = ReadThread(), g = thread % 32 / 4, q = thread % 4;
-  float sums[kChunk / 16][2][4] = {};
 #pragma unroll
-  for (int k = 0; k < kChunk / 8; ++k) {
-    const int left = 8 * k + q;
-    const float near = scale(left), far = scale(left + 4);
-    const float2 first = rows(k, 0), second = rows(k, 1);
-    const uint32_t b[4] = {RoundToTf32(first.x), RoundToTf32(second.x), RoundToTf32(first.y),
-                           RoundToTf32(second.y)};
+  for (int first = 0; first < 2 * kTiles; first += kTiles) {
+    if (first > 0) __syncwarp();  // otherwise the compiler loads T for both halves at once
+    float sums[2][kTiles][2][4] = {};
 #pragma unroll
-    for (int i = k / 2; i < kChunk / 16; ++i) {  // the tiles of T ahead of it are 0
-      const int row = 16 * i + g;
-      const uint32_t a[4] = {RoundToTf32(near * system.inverse.At(row, left)),
-                             RoundToTf32(near * system.inverse.At(row + 8, left)),
-                             RoundToTf32(far * system.inverse.At(row, left + 4)),
-                             RoundToTf32(far * system.inverse.At(row + 8, left + 4))};
-      MultiplyAddTf32(sums[i][0], a, b[0], b[1]);
-      MultiplyAddTf32(sums[i][1], a, b[2], b[3]);
+    for (int k = 0; k < 2 * (first + kTiles); ++k) {
+      const int left = 8 * k + q;
+      uint32_t b[2][4];
+      right(0, k, b[0]);
+      right(1, k, b[1]);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        if (first + i < k / 2) continue;  // a tile of T that is 0
+        const int row = 16 * (first + i) + g;
+        const uint32_t a[4] = {RoundToTf32(system.inverse.At(row, left)),
+                               RoundToTf32(system.inverse.At(row + 8, left)),
+                               RoundToTf32(system.inverse.At(row, left + 4)),
+                               RoundToTf32(system.inverse.At(row + 8, left + 4))};
+#pragma unroll
+        for (int matrix = 0; matrix < 2; ++matrix) {
+          MultiplyAddTf32(sums[matrix][i][0], a, b[matrix][0], b[matrix][1]);
+          MultiplyAddTf32(sums[matrix][i][1], a, b[matrix][2], b[matrix][3]);
+        }
+      }
     }
-  }
 #pragma unroll
-  for (int i = 0; i < kChunk / 16; ++i) {
-    const auto& s = sums[i];
-    store(16 * i + g, make_float4(s[0][0], s[1][0], s[0][1], s[1][1]));
-    store(16 * i + 8 + g, make_float4(s[0][2], s[1][2], s[0][3], s[1][3]));
+    for (int matrix = 0; matrix < 2; ++matrix) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const auto& s = sums[matrix][i];
+        const int row = 16 * (first + i) + g;
+        store(matrix, row, make_float4(s[0][0], s[1][0], s[0][1], s[1][1]));
+        store(matrix, row + 8, make_float4(s[0][2], s[1][2], s[0][3], s[1][3]));
+      }
+    }
   }
 }
 
@@ -226,17 +243,18 @@ __device__ __forceinline__ void MultiplyInverse(System<kChunk>& system, Rows row
 template <int kChunk>
 __device__ __forceinline__ void PrepareTokens(HeadTokens<kChunk>& own, const DeltaRuleCall& c,
                                               const DeltaRuleBuffers& p, float* decays,
-                                              int64_t scalars, int64_t present) {
+                                              int64_t scalars, int present) {
   const int64_t heads = int64_t{c.key_heads} * c.shared;
   const float *const g = p.g + scalars, *const beta = p.beta + scalars;
+  const int lane = ReadThread() % 32;
 #pragma unroll
-  for (int i = threadIdx.x % 32; i < kChunk; i += 32) {
+  for (int i = lane; i < kChunk; i += 32) {
     own.beta[i] = i < present ? beta[i * heads] : 0.0f;
   }
   own.logs.Sum([&](int i) { return g[i * heads]; }, present);
   __syncwarp();
 #pragma unroll
-  for (int i = threadIdx.x % 32; i < kChunk; i += 32) {
+  for (int i = lane; i < kChunk; i += 32) {
     own.faded[i] = decays[i] = own.logs.DecayTo(i);
     decays[kChunk + i] = own.logs.DecayBetween(kChunk - 1, i);
   }
@@ -248,7 +266,7 @@ template <int kChunk>
 __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const HeadTokens<kChunk>& own,
                                             const DeltaRuleCall& c, const DeltaRuleBuffers& p,
                                             const ChunkBuffers& chunks, int head, int64_t number,
-                                            int64_t token, int64_t present) {
+                                            int64_t token, int present) {
   const int heads = c.key_heads * c.shared, thread = ReadThread();
   const int g = thread % 32 / 4, q = thread % 4, column = thread / 32 * 16;
   DecayPairs(w, own, chunks.pairs + number * kChunk * kChunk);
@@ -256,9 +274,9 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const HeadToke
   if (thread < kChunk) InvertBlocks(w.system);
   // The values arrive while the blocks are joined.
   const int64_t place = (token * heads + head) * c.e + column;  // of the chunk's first token
-  int64_t stride = static_cast<int64_t>(heads) * c.e;           // from a token to the next one
+  int stride = heads * c.e;                                     // from a token to the next one
 #if defined(__CUDA_ARCH__)
-  asm volatile("" : "+l"(stride));  // otherwise the offsets of all rows would stay in registers
+  asm volatile("" : "+r"(stride));  // otherwise the offsets of all rows would stay in registers
 #endif
   const float* const values = p.v + place + 2 * g;
   float2 rows[kChunk / 8][2];  // two neighboring columns of rows q and q + 4 of each tile of 8 rows
@@ -269,7 +287,7 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const HeadToke
       const int row = 8 * i + 4 * half + q;
       rows[i][half] = make_float2(0.0f, 0.0f);
       if (row < present && column + 2 * g < c.e) {
-        rows[i][half] = *reinterpret_cast<const float2*>(values + row * stride);
+        rows[i][half] = *reinterpret_cast<const float2*>(values + int64_t{row} * stride);
       }
     }
   }
@@ -277,31 +295,34 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const HeadToke
   JoinBlocks<kChunk, kBlock>(w.system);
   if constexpr (kChunk == kLargeChunk) JoinBlocks<kChunk, 2 * kBlock>(w.system);
 
+  // T beta v and -T beta D k. The factors are those of the rows of v and k.
   float* const wanted = p.y + place + 4 * q;
-  MultiplyInverse<kChunk>(
-      w.system, [&](int i, int half) { return rows[i][half]; }, [&](int i) { return own.beta[i]; },
-      [&](int row, const float4& four) {
-        if (row >= present || column + 4 * q >= c.e) return;
-        *reinterpret_cast<float4*>(wanted + row * stride) = four;
-      });
-  // Without a barrier, the compiler would keep what it has loaded of T for the next product, and
-  // spill it.
-  __syncwarp();
-  float4* known = reinterpret_cast<float4*>(chunks.known + number * kChunk * kChunkWidth);
+  float4* const known = reinterpret_cast<float4*>(chunks.known + number * kChunk * kChunkWidth);
   MultiplyInverse<kChunk>(
       w.system,
-      [&](int i, int half) {
-        const int unit = TilePlace(8 * i + 4 * half + q, column / 4 + g / 2);
-        return reinterpret_cast<const float2*>(w.keys + 4 * unit)[g % 2];
+      [&](int matrix, int tile, uint32_t (&b)[4]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 8 * tile + 4 * half + q;
+          const float* const unit = w.keys + 4 * TilePlace(row, column / 4 + g / 2);
+          const float2 pair =
+              matrix == 0 ? rows[tile][half] : reinterpret_cast<const float2*>(unit)[g % 2];
+          const float factor = matrix == 0 ? own.beta[row] : -own.beta[row] * own.faded[row];
+          b[half] = RoundToTf32(factor * pair.x);
+          b[2 + half] = RoundToTf32(factor * pair.y);
+        }
       },
-      [&](int i) { return -own.beta[i] * own.faded[i]; },
-      [&](int row, const float4& four) {
-        known[TokenPlace(row, column / 4 + q)] = RoundFour(four);
+      [&](int matrix, int row, const float4& four) {
+        if (matrix == 1) {
+          known[TokenPlace(row, column / 4 + q)] = RoundFour(four);
+        } else if (row < present && column + 4 * q < c.e) {
+          *reinterpret_cast<float4*>(wanted + int64_t{row} * stride) = four;
+        }
       });
   __syncthreads();
 }
 
-// Blocks of the chunks of one key head follow each other.
+// The blocks of the chunks of one part of a key head follow each other.
 template <int kChunk>
 __global__ void __launch_bounds__(kThreads, kChunk == kLargeChunk ? 2 : 1)
     DeltaPrepare(const DeltaRuleCall c, const DeltaRuleBuffers p, const ChunkBuffers chunks) {
@@ -309,16 +330,21 @@ __global__ void __launch_bounds__(kThreads, kChunk == kLargeChunk ? 2 : 1)
   NVFP4_DYNAMIC_SHARED(shared);
   Workspace<kChunk>& w = *reinterpret_cast<Workspace<kChunk>*>(shared);
   const int count = static_cast<int>((c.t + kChunk - 1) / kChunk);
-  const int unit = blockIdx.x / count, chunk = blockIdx.x - unit * count;
+  const int parts = (c.shared + kHeads - 1) / kHeads;
+  const int unit_and_part = blockIdx.x / count, chunk = blockIdx.x - unit_and_part * count;
+  const int unit = unit_and_part / parts, part = unit_and_part - unit * parts;
   const int row = unit / c.key_heads, key_head = unit - row * c.key_heads;
+  const int first_own = part * kHeads, own_heads = min(kHeads, c.shared - first_own);
+  const int first_head = key_head * c.shared + first_own;
   const int64_t first = static_cast<int64_t>(chunk) * kChunk, token = row * c.t + first;
-  const int64_t present = RowTokens(c.t, p.lengths, row) - first;  // at most 0 if all is padding
+  // At most 0 if all is padding.
+  const int present =
+      static_cast<int>(min(RowTokens(c.t, p.lengths, row) - first, int64_t{kChunk}));
   if (present < kChunk) {
-    const int floats = c.shared * c.e;
-    const int64_t begin = max(present, int64_t{0}), end = min(c.t - first, int64_t{kChunk});
-    const int64_t results = static_cast<int64_t>(c.key_heads) * floats;
-    WriteZeros(p.y + token * results + static_cast<int64_t>(key_head) * floats, results, floats,
-               begin, end);
+    const int64_t begin = max(present, 0), end = min(c.t - first, int64_t{kChunk});
+    const int64_t results = static_cast<int64_t>(c.key_heads) * c.shared * c.e;
+    WriteZeros(p.y + token * results + static_cast<int64_t>(first_head) * c.e, results,
+               own_heads * c.e, begin, end);
     if (present <= 0) return;
   }
   const int64_t stride = static_cast<int64_t>(c.key_heads) * c.d;
@@ -326,17 +352,13 @@ __global__ void __launch_bounds__(kThreads, kChunk == kLargeChunk ? 2 : 1)
   CopyTile<kChunk>(w.keys, p.k + offset, stride, present, c.d);
   CopyTile<kChunk>(w.queries, p.q + offset, stride, present, c.d);
   CommitCopies();
-  const int64_t first_head = static_cast<int64_t>(unit) * c.shared;
-  // Each warp prepares the tokens of one of the kWarps heads from `begin` on.
-  const auto prepare_tokens = [&](int begin) {
-    const int i = begin + static_cast<int>(threadIdx.x) / 32;
-    if (i >= c.shared) return;
-    const int64_t heads = int64_t{c.key_heads} * c.shared;
-    PrepareTokens(w.heads[i - begin], c, p,
-                  chunks.decays + ((first_head + i) * count + chunk) * 2 * kChunk,
-                  token * heads + key_head * c.shared + i, present);
-  };
-  prepare_tokens(0);
+  const int64_t number = (static_cast<int64_t>(unit) * c.shared + first_own) * count + chunk;
+  const int warp = threadIdx.x / 32;
+  if (warp < own_heads) {
+    const int64_t scalars = token * c.key_heads * c.shared + first_head + warp;
+    PrepareTokens(w.heads[warp], c, p,
+                  chunks.decays + (number + int64_t{warp} * count) * 2 * kChunk, scalars, present);
+  }
   WaitCopies<0>();
   __syncthreads();
   if (c.normalize) {
@@ -344,19 +366,16 @@ __global__ void __launch_bounds__(kThreads, kChunk == kLargeChunk ? 2 : 1)
     NormalizeTile<kChunk>(w.queries, c.scale);
     __syncthreads();
   }
-  const int64_t tile = (static_cast<int64_t>(unit) * count + chunk) * kChunk * kChunkWidth;
-  WriteTiles<kChunk>(w.queries, w.keys, chunks.queries + tile, chunks.keys + tile);
+  if (part == 0) {
+    const int64_t tile = (static_cast<int64_t>(unit) * count + chunk) * kChunk * kChunkWidth;
+    WriteTiles<kChunk>(w.queries, w.keys, chunks.queries + tile, chunks.keys + tile);
+  }
   MultiplyKeys(w, c.d);
   MultiplyQueries<kChunk>(w.queries, w.keys, w.query_pairs, c.d);
   __syncthreads();
 #pragma unroll 1
-  for (int i = 0; i < c.shared; ++i) {
-    const int head = key_head * c.shared + i;
-    if (i > 0 && i % kWarps == 0) {
-      prepare_tokens(i);
-      __syncthreads();
-    }
-    PrepareHead(w, w.heads[i % kWarps], c, p, chunks, head, (first_head + i) * count + chunk, token,
+  for (int i = 0; i < own_heads; ++i) {
+    PrepareHead(w, w.heads[i], c, p, chunks, first_head + i, number + int64_t{i} * count, token,
                 present);
   }
 }
@@ -364,7 +383,8 @@ __global__ void __launch_bounds__(kThreads, kChunk == kLargeChunk ? 2 : 1)
 template <int kChunk>
 cudaError_t LaunchDeltaPrepareOf(cudaStream_t stream, const DeltaRuleCall& c,
                                  const DeltaRuleBuffers& p, const ChunkBuffers& chunks) {
-  const dim3 grid(static_cast<unsigned>(CeilDiv(c.t, kChunk) * c.b * c.key_heads));
+  const int64_t parts = CeilDiv(c.shared, kHeads);
+  const dim3 grid(static_cast<unsigned>(CeilDiv(c.t, kChunk) * c.b * c.key_heads * parts));
   return LaunchWide(stream, grid, kThreads, sizeof(Workspace<kChunk>), false, DeltaPrepare<kChunk>,
                     c, p, chunks);
 }

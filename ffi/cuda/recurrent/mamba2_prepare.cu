@@ -34,7 +34,7 @@ struct Workspace {
   float keys[kChunk * kChunkWidth], queries[kChunk * kChunkWidth];  // tiles (TilePlace)
   Matrix<kChunk> query_pairs;
   LogSums<kChunk> logs[kHeads];
-  float steps[kHeads][kChunk];  // dt
+  alignas(16) float steps[kHeads][kChunk];  // dt
 };
 
 // Loads dt of a head, sums the logarithms of its decays, and writes its decays. One warp does this.
@@ -62,27 +62,23 @@ __device__ __forceinline__ void PrepareDecays(Workspace<kChunk>& w, const Mamba2
   }
 }
 
-// Writes the pairs of a head, whose place in the block is `own`.
+// Writes the pairs of a head, whose place in the block is `own`. A thread has four pairs of one
+// token at a time.
 template <int kChunk>
-__device__ __forceinline__ void WritePairs(const Workspace<kChunk>& w, int own, float* pairs) {
+__device__ __forceinline__ void WritePairs(Workspace<kChunk>& w, int own, float* pairs) {
   constexpr int kFours = kChunk / 4;
-  const LogSums<kChunk>& logs = w.logs[own];
 #pragma unroll 2
   for (int step = 0; step < kChunk * kFours / kThreads; ++step) {
     const int index = step * kThreads + threadIdx.x;
-    const int i = index / kFours, four = index % kFours;
-    float results[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int j = 4 * four + k;
-      results[k] = 0.0f;
-      if (j <= i) {
-        const float product = w.query_pairs.of[i * kStride<kChunk> + j] * w.steps[own][j];
-        results[k] = __uint_as_float(RoundToTf32(logs.DecayBetween(i, j) * product));
-      }
+    const int i = index / kFours, four = index % kFours, j = 4 * four;
+    float4 pair = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (j <= i) {
+      const float4 steps = reinterpret_cast<const float4&>(w.steps[own][j]);
+      const float4 products = MultiplyFours(w.query_pairs.Four(i, j), steps);
+      const float4 decays = w.logs[own].DecaysBetween(i, j);
+      pair = RoundFour(KeepBefore(MultiplyFours(decays, products), i + 1 - j));
     }
-    reinterpret_cast<float4*>(pairs)[PairPlace(kChunk, i, four)] =
-        make_float4(results[0], results[1], results[2], results[3]);
+    reinterpret_cast<float4*>(pairs)[PairPlace(kChunk, i, four)] = pair;
   }
 }
 
