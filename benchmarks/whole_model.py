@@ -1,8 +1,8 @@
 """Make whole models of real sizes with random weights, and say what a step must read and compute.
 
 The sizes are those of the published ``config.json`` files. Experts are random NVFP4 bytes. The
-other linear layers are NVFP4, FP8 or bfloat16. Embedding, head, norms, routers and recurrent mixers
-are bfloat16 or float32, as ModelOpt's default configuration leaves them.
+other linear layers are NVFP4, FP8 or bfloat16. Embedding, head, norms, routers and delta nets are
+bfloat16 or float32, as ModelOpt's default configuration leaves them.
 """
 
 import dataclasses

@@ -231,6 +231,14 @@ def test_recurrent_states_are_read_and_written():
     assert states == 3 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
 
 
+def test_a_pattern_of_layers_is_cut_and_counted():
+    whole = whole_model.MODELS["nemotron3-nano"]
+    assert (whole.layers, whole.layers_of_experts) == (52, 23)
+    # Six attentions of 32 heads, whose queries and values have 256 channels together.
+    assert whole.attention_flops(10) == pytest.approx(6 * 32 * 256 * 100)
+    assert whole.cut(6).config["hybrid_override_pattern"] == "MEMEM*"
+
+
 def test_a_prefill_is_measured(tiny):
     whole, built = tiny
     row = prefill.measure(whole, built, 16, types.SimpleNamespace(batch=2, chunk=16), H200)
