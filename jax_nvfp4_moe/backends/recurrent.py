@@ -201,39 +201,32 @@ RECURRENT_CUDA = Backend(
     ffi_targets=("nvfp4_delta_step_cuda", "nvfp4_mamba2_step_cuda"),
 )
 
-# In both recurrences over prompts, products take TensorFloat-32, which is accurate enough for
-# results that are rounded to bfloat16: see `choose_precision`.
-DELTA_RULE_CUDA = Backend(
-    name="delta_rule_cuda",
-    can=Capability(
-        ops=frozenset({"gated_delta_rule"}),
-        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
-        platform="cuda",
-        extension="_nvfp4_cuda",
-        dtypes=frozenset({"bfloat16"}),
-        head_widths=range(_FACTOR, _MOST + 1, _FACTOR),
-    ),
-    layout=CANONICAL,
-    lower={"gated_delta_rule": _lower_delta_rule},
-    status="executed",
-    ffi_targets=("nvfp4_delta_rule_cuda",),
-)
 
-MAMBA2_SCAN_CUDA = Backend(
-    name="mamba2_scan_cuda",
-    can=Capability(
-        ops=frozenset({"mamba2_scan"}),
-        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
-        platform="cuda",
-        extension="_nvfp4_cuda",
-        dtypes=frozenset({"bfloat16"}),
-        head_widths=range(_FACTOR, _MOST + 1, _FACTOR),
-    ),
-    layout=CANONICAL,
-    lower={"mamba2_scan": _lower_mamba2_scan},
-    status="executed",
-    ffi_targets=("nvfp4_mamba2_scan_cuda",),
-)
+def _over_prompts(op: str, name: str, lower) -> Backend:
+    """Return the record of a recurrence over prompts.
+
+    Its products take TensorFloat-32, which is accurate enough for results that are rounded to
+    bfloat16: see `choose_precision`.
+    """
+    return Backend(
+        name=name,
+        can=Capability(
+            ops=frozenset({op}),
+            devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+            platform="cuda",
+            extension="_nvfp4_cuda",
+            dtypes=frozenset({"bfloat16"}),
+            head_widths=range(_FACTOR, _MOST + 1, _FACTOR),
+        ),
+        layout=CANONICAL,
+        lower={op: lower},
+        status="executed",
+        ffi_targets=(f"nvfp4_{name}",),
+    )
+
+
+DELTA_RULE_CUDA = _over_prompts("gated_delta_rule", "delta_rule_cuda", _lower_delta_rule)
+MAMBA2_SCAN_CUDA = _over_prompts("mamba2_scan", "mamba2_scan_cuda", _lower_mamba2_scan)
 
 # The widths are the number of taps, and the counts of columns. A thread reads 4 columns at a time.
 CONVOLUTION_CUDA = Backend(

@@ -8,6 +8,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
+from jax_nvfp4_moe.ops.recurrence_checks import expect_floats, read_lengths, read_result_dtype
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
@@ -88,22 +89,12 @@ def gated_delta_rule(
     shapes = {"q": (q, (b, t, m, d)), "k": (k, (b, t, m, d)), "v": (v, v.shape)}
     shapes |= {"g": (g, (b, t, m, r)), "beta": (beta, (b, t, m, r))}
     shapes["state"] = state, (b, m, r, d, e)
-    for name, (array, shape) in shapes.items():
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name}: expected a float dtype, got {array.dtype.name}")
-    if lengths is not None and (lengths.shape != (b,) or lengths.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths: expected integers {(b,)}, got {lengths.dtype.name} {lengths.shape}"
-        )
-    name = jnp.dtype(dtype).name
-    if name not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {name}")
+    expect_floats(shapes)
+    lengths, name = read_lengths(lengths, b), read_result_dtype(dtype)
     problem = Problem(
         "gated_delta_rule", None, target or Target.current(), name, head_widths=(d, e)
     )
     plan = resolve(problem, backend=backend)
     arrays = (array.astype(jnp.float32) for array in (q, k, v, g, beta, state))
     run = with_derivative_of(apply_gated_delta, plan.lower, normalize=normalize, dtype=name)
-    return run(*arrays, lengths=None if lengths is None else lengths.astype(jnp.int32))
+    return run(*arrays, lengths=lengths)

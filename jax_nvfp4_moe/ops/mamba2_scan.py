@@ -8,6 +8,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jax_nvfp4_moe.backends.mamba2 import apply_mamba2
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
+from jax_nvfp4_moe.ops.recurrence_checks import expect_floats, read_lengths, read_result_dtype
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
@@ -87,20 +88,10 @@ def mamba2_scan(
         raise ValueError(f"B: expected a number of groups that divides {h} heads, got {g}")
     expected = {"x": (x, x.shape), "dt": (dt, (b, t, h)), "a": (a, (h,)), "B": (B, (b, t, g, n))}
     expected |= {"C": (C, (b, t, g, n)), "D": (D, (h,)), "state": (state, (b, h, p, n))}
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name}: expected a float dtype, got {array.dtype.name}")
-    if lengths is not None and (lengths.shape != (b,) or lengths.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths: expected integers {(b,)}, got {lengths.dtype.name} {lengths.shape}"
-        )
-    name = jnp.dtype(dtype).name
-    if name not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {name}")
+    expect_floats(expected)
+    lengths, name = read_lengths(lengths, b), read_result_dtype(dtype)
     problem = Problem("mamba2_scan", None, target or Target.current(), name, head_widths=(p, n))
     plan = resolve(problem, backend=backend)
     arrays = (array.astype(jnp.float32) for array in (x, dt, a, B, C, D, state))
     run = with_derivative_of(apply_mamba2, plan.lower, dtype=name)
-    return run(*arrays, lengths=None if lengths is None else lengths.astype(jnp.int32))
+    return run(*arrays, lengths=lengths)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from axes import axis
 from delta_rule_suite import (
-    RAGGED,
+    DELTA,
     RULE_CASES,
     DeltaRuleSuite,
-    make_lengths,
     make_rule,
     without_padding,
 )
 from gradients import gradients
+from recurrence_suite import RowsAloneSuite
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends.recurrent import delta_rule_workspace_bytes
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 delta_rule = functools.partial(ops.gated_delta_rule, backend="delta_rule_cuda")
 
 
-class TestDeltaRule(DeltaRuleSuite):
+class TestDeltaRule(RowsAloneSuite, DeltaRuleSuite):
     case = axis(*RULE_CASES)
 
     @pytest.fixture
@@ -39,7 +39,7 @@ def test_rules_are_the_same_each_time(case):
     """Rows must not depend on each other, nor on when the copies of a chunk arrive."""
     rows = 40
     operands = [jnp.concatenate([jnp.asarray(x)] * rows) for x in make_rule(case)]
-    lengths = make_lengths(case)
+    lengths = DELTA.lengths(case)
     lengths = None if lengths is None else np.tile(lengths, rows)
     run = jax.jit(functools.partial(delta_rule, lengths=lengths))
     first, second = ([np.asarray(x).tobytes() for x in run(*operands)] for _ in range(2))
@@ -61,21 +61,9 @@ def test_pieces_hand_their_state_on():
     np.testing.assert_array_equal(state, whole[1])
 
 
-@pytest.mark.parametrize("row", range(1, len(RAGGED.lengths)))
-def test_a_row_is_the_same_bits_alone(row):
-    """The other rows and their padding change nothing."""
-    name = "rows of unequal length"
-    operands, lengths = make_rule(name), make_lengths(name)
-    y, state = delta_rule(*map(jnp.asarray, operands), lengths=lengths)
-    *tokens, before = (jnp.asarray(x[row : row + 1]) for x in operands)
-    alone, last = delta_rule(*(x[:, : lengths[row]] for x in tokens), before)
-    np.testing.assert_array_equal(y[row, : lengths[row]], alone[0])
-    np.testing.assert_array_equal(state[row], last[0])
-
-
 def test_lengths_may_be_traced_and_mapped():
     """Under `vmap`, each call has its own lengths; gradients are those of the reference."""
-    lengths = jnp.asarray(make_lengths("rows of unequal length"))
+    lengths = jnp.asarray(DELTA.lengths("rows of unequal length"))
     operands = without_padding(make_rule("rows of unequal length"), lengths)
     tokens, state = list(map(jnp.asarray, operands[:5])), jnp.asarray(operands[5])
     both = jnp.stack([lengths[::-1], lengths])

@@ -10,13 +10,13 @@ import pytest
 from axes import axis
 from gradients import gradients
 from mamba2_scan_suite import (
-    RAGGED,
+    MAMBA2,
     SCAN_CASES,
     Mamba2KernelSuite,
-    make_lengths,
     make_scan,
     without_padding,
 )
+from recurrence_suite import RowsAloneSuite
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends.recurrent import mamba2_scan_workspace_bytes
@@ -24,15 +24,14 @@ from jax_nvfp4_moe.backends.recurrent import mamba2_scan_workspace_bytes
 pytestmark = pytest.mark.gpu
 
 scan = functools.partial(ops.mamba2_scan, backend="mamba2_scan_cuda")
-WEIGHTS = (2, 5)  # the operands without rows: a and D
 
 
 def each(function, operands):
-    """Return the operands with `function` applied to those that have rows."""
-    return [x if i in WEIGHTS else function(x) for i, x in enumerate(map(jnp.asarray, operands))]
+    """Return the operands as arrays, with `function` applied to those that have rows."""
+    return MAMBA2.each(function, map(jnp.asarray, operands))
 
 
-class TestMamba2Scan(Mamba2KernelSuite):
+class TestMamba2Scan(RowsAloneSuite, Mamba2KernelSuite):
     case = axis(*SCAN_CASES)
 
     @pytest.fixture
@@ -45,7 +44,7 @@ def test_scans_are_the_same_each_time(case):
     """Rows must not depend on each other, nor on when the copies of a chunk arrive."""
     rows = 40
     operands = each(lambda x: jnp.concatenate([x] * rows), make_scan(case))
-    lengths = make_lengths(case)
+    lengths = MAMBA2.lengths(case)
     lengths = None if lengths is None else np.tile(lengths, rows)
     run = jax.jit(functools.partial(scan, lengths=lengths))
     first, second = ([np.asarray(x).tobytes() for x in run(*operands)] for _ in range(2))
@@ -68,18 +67,6 @@ def test_pieces_hand_their_state_on():
     np.testing.assert_array_equal(state, whole[1])
 
 
-@pytest.mark.parametrize("row", range(1, len(RAGGED.lengths)))
-def test_a_row_is_the_same_bits_alone(row):
-    """The other rows and their padding change nothing."""
-    name = "rows of unequal length"
-    operands, lengths = make_scan(name), make_lengths(name)
-    y, state = scan(*map(jnp.asarray, operands), lengths=lengths)
-    *tokens, before = each(lambda x: x[row : row + 1], operands)
-    alone, last = scan(*each(lambda x: x[:, : lengths[row]], tokens), before)
-    np.testing.assert_array_equal(y[row, : lengths[row]], alone[0])
-    np.testing.assert_array_equal(state[row], last[0])
-
-
 def test_a_scan_without_donation_keeps_its_operands():
     operands = make_scan("usual widths, whole chunks")
     given = [jnp.asarray(x) for x in operands]
@@ -90,7 +77,7 @@ def test_a_scan_without_donation_keeps_its_operands():
 
 def test_gradients_and_batches():
     """Gradients are those of the reference, and `vmap` equals a loop, with lengths too."""
-    lengths = jnp.asarray(make_lengths("rows of unequal length"))
+    lengths = jnp.asarray(MAMBA2.lengths("rows of unequal length"))
     operands = without_padding(make_scan("rows of unequal length"), lengths)
     *tokens, state = map(jnp.asarray, operands)
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from axes import axis
 from delta_rule_suite import (
-    RAGGED,
+    DELTA,
     DeltaRuleSuite,
-    find_padding,
-    make_lengths,
     make_rule,
     without_padding,
 )
 from gradients import gradients
+from recurrence_suite import find_padding
 
 from jax_nvfp4_moe import NoBackendError, Target, ops
 
@@ -85,7 +84,7 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
 def test_gradients_of_padding_are_zero():
     """Gradients of true tokens and states are those without NaN in padding, and are finite."""
     name = "rows of unequal length"
-    operands, lengths = make_rule(name), make_lengths(name)
+    operands, lengths = make_rule(name), DELTA.lengths(name)
 
     @jax.jit
     def differentiate(*operands):
@@ -95,7 +94,7 @@ def test_gradients_of_padding_are_zero():
         map(np.asarray, differentiate(*given))
         for given in (operands, without_padding(operands, lengths))
     )
-    padding = find_padding(lengths, RAGGED.tokens)
+    padding = find_padding(lengths, DELTA.cases[name].tokens)
     for key, gradient, expected in zip(NAMES, found, clean, strict=True):
         np.testing.assert_array_equal(gradient, expected)
         assert np.isfinite(gradient).all()

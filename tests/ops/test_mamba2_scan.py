@@ -10,13 +10,12 @@ import pytest
 from axes import axis
 from gradients import gradients
 from mamba2_scan_suite import (
-    RAGGED,
+    MAMBA2,
     Mamba2ScanSuite,
-    find_padding,
-    make_lengths,
     make_scan,
     without_padding,
 )
+from recurrence_suite import find_padding
 
 from jax_nvfp4_moe import NoBackendError, Target, ops
 
@@ -84,7 +83,7 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone(lengths
 def test_gradients_of_padding_are_zero():
     """Gradients of true tokens and states are those without NaN in padding, and are finite."""
     name = "rows of unequal length"
-    operands, lengths = make_scan(name), make_lengths(name)
+    operands, lengths = make_scan(name), MAMBA2.lengths(name)
 
     @jax.jit
     def differentiate(*operands):
@@ -94,7 +93,7 @@ def test_gradients_of_padding_are_zero():
         map(np.asarray, differentiate(*given))
         for given in (operands, without_padding(operands, lengths))
     )
-    padding = find_padding(lengths, RAGGED.tokens)
+    padding = find_padding(lengths, MAMBA2.cases[name].tokens)
     for key, gradient, expected in zip(NAMES, found, clean, strict=True):
         np.testing.assert_array_equal(gradient, expected)
         assert np.isfinite(gradient).all()

@@ -25,7 +25,7 @@ import numpy as np
 from attention_suite import CASES as ATTENTION
 from attention_suite import make as make_attention
 from convolution_suite import CONVOLUTIONS, make_convolution
-from delta_rule_suite import RULE_CASES, make_lengths, make_rule
+from delta_rule_suite import DELTA, RULE_CASES, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
 from fp8_attention_suite import FP8_CASES as FP8_ATTENTION
@@ -37,8 +37,7 @@ from latent_attention_suite import make as make_latent_attention
 from latents_suite import CASES as LATENTS
 from latents_suite import PAIRS as LATENT_PAIRS
 from latents_suite import make as make_latents
-from mamba2_scan_suite import SCAN_CASES, make_scan
-from mamba2_scan_suite import make_lengths as make_scan_lengths
+from mamba2_scan_suite import MAMBA2, SCAN_CASES, make_scan
 from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba, take_rates
 from shared_expert_block import HIDDEN, make_layer, run_layers
 
@@ -364,7 +363,7 @@ def run_recurrent_step(dtype):
 def run_delta_rules():
     """Apply the delta rule to prompts."""
     for name in RULE_CASES:
-        operands, lengths = map(jnp.asarray, make_rule(name)), make_lengths(name)
+        operands, lengths = map(jnp.asarray, make_rule(name)), DELTA.lengths(name)
         results = ops.gated_delta_rule(*operands, lengths=lengths, backend="delta_rule_cuda")
         for part, result in zip(("y", "state"), results, strict=True):
             check(f"delta rule {name} {part}", result)
@@ -373,7 +372,7 @@ def run_delta_rules():
 def run_mamba2_scans():
     """Run the recurrence of Mamba-2 over prompts."""
     for name in SCAN_CASES:
-        operands, lengths = map(jnp.asarray, make_scan(name)), make_scan_lengths(name)
+        operands, lengths = map(jnp.asarray, make_scan(name)), MAMBA2.lengths(name)
         results = ops.mamba2_scan(*operands, lengths=lengths, backend="mamba2_scan_cuda")
         for part, result in zip(("y", "state"), results, strict=True):
             check(f"mamba2 scan {name} {part}", result)

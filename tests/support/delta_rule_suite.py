@@ -1,7 +1,7 @@
 """Tests that every kernel of the gated delta rule for prompts must pass.
 
-A subclass has the axis `case` and a fixture ``run(*operands, lengths=None, normalize=False) -> (y,
-state)``.
+See recurrence_suite.py for what a subclass has. The fixture `run` also has the argument
+`normalize`, False by default.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recurrence_suite import Recurrence, RecurrenceSuite, find_padding
 
 from jax_nvfp4_moe.backends.gated_delta import delta_chunks
 from jax_nvfp4_moe.testing import assert_as_accurate_as
@@ -29,9 +30,6 @@ class RuleCase:
     lengths: tuple[int, ...] = ()  # of the rows, with NaN behind them; () for one whole row
 
 
-RAGGED = RuleCase((1, 2, 32, 48), 130, lengths=(0, 1, 31, 63, 64, 65, 130, 128))
-
-
 RULE_CASES = {
     "full widths, whole chunks": RuleCase((1, 2, 128, 128), 128),
     "full widths, ragged rows": RuleCase((2, 1, 128, 128), 150, rows=2, padding=70),
@@ -43,7 +41,9 @@ RULE_CASES = {
     "widths that no tile divides": RuleCase((2, 1, 20, 76), 100),
     "strong decays": RuleCase((1, 2, 64, 32), 130, fade=30.0),
     "three keys and no decay": RuleCase((1, 2, 64, 32), 200, fade=0.0, keys=3),
-    "rows of unequal length": RAGGED,
+    "rows of unequal length": RuleCase(
+        (1, 2, 32, 48), 130, lengths=(0, 1, 31, 63, 64, 65, 130, 128)
+    ),
     "full widths of unequal length": RuleCase((2, 1, 128, 128), 193, lengths=(70, 193)),
     "narrow rows of unequal length": RuleCase((3, 2, 4, 4), 70, lengths=(70, 32, 33)),
 }
@@ -71,17 +71,6 @@ def make_rule(name):
         for x in (q, k, v, g, beta):
             x[row, length:] = np.nan
     return tuple(np.float32(x) for x in (q / np.sqrt(d), k, v, g, beta, state))
-
-
-def make_lengths(name):
-    """Return the lengths of the rows of a case, or None."""
-    lengths = RULE_CASES[name].lengths
-    return np.array(lengths, np.int32) if lengths else None
-
-
-def find_padding(lengths, tokens):
-    """Return which tokens ``[b, tokens]`` are padding."""
-    return np.arange(tokens) >= np.asarray(lengths)[:, None]
 
 
 def rule_in_float64(q, k, v, g, beta, state, lengths=None):
@@ -132,17 +121,13 @@ def without_padding(operands, lengths, value=0.0):
     return *tokens, state
 
 
-class DeltaRuleSuite:
+DELTA = Recurrence(RULE_CASES, make_rule, rule_in_float64, rule_in_tf32, without_padding)
+
+
+class DeltaRuleSuite(RecurrenceSuite):
     """The gated delta rule for prompts in TensorFloat-32."""
 
-    def test_matches_float64(self, run, case, monkeypatch):
-        """Both y and the state have at most twice the error of plain XLA on tensor cores."""
-        operands, lengths = make_rule(case), make_lengths(case)
-        exact = rule_in_float64(*operands, lengths)
-        plain = rule_in_tf32(operands, monkeypatch, lengths)
-        for got, want, yardstick in zip(run(*operands, lengths=lengths), exact, plain, strict=True):
-            assert got.dtype == np.float32
-            assert_as_accurate_as(got, yardstick, want)
+    recurrence = DELTA
 
     @pytest.mark.parametrize("fault", range(6))
     def test_a_wrong_operand_is_found(self, run, fault, monkeypatch):
@@ -175,48 +160,6 @@ class DeltaRuleSuite:
             run(q, k, *rest, normalize=True), exact, plain, strict=True
         ):
             assert_as_accurate_as(got, yardstick, want)
-
-    def test_padding_is_not_read(self, run):
-        """The results of padding are 0, and others are the same bits whatever padding holds."""
-        operands, lengths = make_rule("rows of unequal length"), np.array(RAGGED.lengths, np.int32)
-        y, state = (np.asarray(x) for x in run(*operands, lengths=lengths))
-        assert not y[find_padding(lengths, y.shape[1])].any()
-        np.testing.assert_array_equal(state[0], operands[5][0])  # a row without tokens
-        for value in (0.0, 3.0, np.inf):
-            again = run(*without_padding(operands, lengths, value), lengths=lengths)
-            np.testing.assert_array_equal(again[0], y)
-            np.testing.assert_array_equal(again[1], state)
-
-    def test_lengths_out_of_range_are_no_tokens_and_all_tokens(self, run):
-        operands = without_padding(make_rule("rows of unequal length"), RAGGED.lengths)
-        lengths = np.array(RAGGED.lengths, np.int32)
-        wild = np.where(lengths == 0, -7, np.where(lengths == RAGGED.tokens, 1 << 30, lengths))
-        for one, other in zip(
-            run(*operands, lengths=lengths), run(*operands, lengths=wild), strict=True
-        ):
-            np.testing.assert_array_equal(one, other)
-
-    def test_whole_rows_need_no_lengths(self, run):
-        """Lengths of t change no bit."""
-        operands = make_rule("full widths, ragged rows")
-        whole = run(*operands), run(*operands, lengths=np.full(2, 150, np.int32))
-        for one, other in zip(*whole, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-    @pytest.mark.parametrize("row", [2, 5, 7])
-    @pytest.mark.parametrize("change", [-1, 1])
-    def test_a_wrong_length_is_found(self, run, row, change, monkeypatch):
-        """One token too few or too many in one row is over the bound, in y or in the state."""
-        lengths = np.array(RAGGED.lengths, np.int32)
-        operands = without_padding(make_rule("rows of unequal length"), lengths, 0.5)
-        exact = rule_in_float64(*operands, lengths)
-        plain = rule_in_tf32(operands, monkeypatch, lengths)
-        wrong = lengths.copy()
-        wrong[row] += change
-        found = run(*operands, lengths=wrong)
-        for got, want, yardstick in zip(found, exact, plain, strict=True):
-            with pytest.raises(AssertionError, match=r"over 2\.0 x"):
-                assert_as_accurate_as(got, yardstick, want)
 
     def test_padding_keeps_the_state_bit_for_bit(self, run):
         q, k, v, g, _, state = make_rule("full widths, whole chunks")

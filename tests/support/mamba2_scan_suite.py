@@ -1,6 +1,6 @@
 """Tests that every kernel of the recurrence of Mamba-2 for prompts must pass.
 
-A subclass has the axis `case` and a fixture ``run(*operands, lengths=None) -> (y, state)``.
+See recurrence_suite.py for what a subclass has.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recurrence_suite import Recurrence, RecurrenceSuite, find_padding
 
 from jax_nvfp4_moe.backends.mamba2 import ssd_chunks
 from jax_nvfp4_moe.testing import assert_as_accurate_as
@@ -27,9 +28,6 @@ class ScanCase:
     lengths: tuple[int, ...] = ()  # of the rows, with NaN behind them; () for one whole row
 
 
-RAGGED = ScanCase((2, 1, 48, 32), 130, lengths=(0, 1, 31, 63, 64, 65, 130, 128))
-
-
 SCAN_CASES = {
     "usual widths, whole chunks": ScanCase((4, 2, 64, 128), 128),
     "full widths, ragged rows": ScanCase((2, 2, 128, 128), 150, rows=2, padding=70),
@@ -41,7 +39,9 @@ SCAN_CASES = {
     "widths that no tile divides": ScanCase((2, 2, 76, 20), 100),
     "strong decays": ScanCase((2, 1, 32, 64), 130, fade=30.0),
     "no decay": ScanCase((2, 1, 32, 64), 200, fade=0.0),
-    "rows of unequal length": RAGGED,
+    "rows of unequal length": ScanCase(
+        (2, 1, 48, 32), 130, lengths=(0, 1, 31, 63, 64, 65, 130, 128)
+    ),
     "full widths of unequal length": ScanCase((2, 2, 128, 128), 193, lengths=(70, 193)),
     "narrow rows of unequal length": ScanCase((6, 3, 4, 4), 70, lengths=(70, 32, 33)),
 }
@@ -63,17 +63,6 @@ def make_scan(name):
         for tokens in (x, dt, B, C):
             tokens[row, length:] = np.nan
     return tuple(np.float32(part) for part in (x, dt, a, B, C, D, state))
-
-
-def make_lengths(name):
-    """Return the lengths of the rows of a case, or None."""
-    lengths = SCAN_CASES[name].lengths
-    return np.array(lengths, np.int32) if lengths else None
-
-
-def find_padding(lengths, tokens):
-    """Return which tokens ``[b, tokens]`` are padding."""
-    return np.arange(tokens) >= np.asarray(lengths)[:, None]
 
 
 def scan_in_float64(x, dt, a, B, C, D, state, lengths=None):
@@ -126,17 +115,15 @@ def without_padding(operands, lengths, value=0.0):
     return x, dt, a, B, C, D, state
 
 
-class Mamba2ScanSuite:
+MAMBA2 = Recurrence(
+    SCAN_CASES, make_scan, scan_in_float64, scan_in_tf32, without_padding, weights=(2, 5)
+)
+
+
+class Mamba2ScanSuite(RecurrenceSuite):
     """The recurrence of Mamba-2 for prompts in TensorFloat-32."""
 
-    def test_matches_float64(self, run, case, monkeypatch):
-        """Both y and the state have at most twice the error of plain XLA on tensor cores."""
-        operands, lengths = make_scan(case), make_lengths(case)
-        exact = scan_in_float64(*operands, lengths)
-        plain = scan_in_tf32(operands, monkeypatch, lengths)
-        for got, want, yardstick in zip(run(*operands, lengths=lengths), exact, plain, strict=True):
-            assert got.dtype == np.float32
-            assert_as_accurate_as(got, yardstick, want)
+    recurrence = MAMBA2
 
     @pytest.mark.parametrize("fault", range(7))
     def test_a_wrong_operand_is_found(self, run, fault, monkeypatch):
@@ -154,68 +141,22 @@ class Mamba2ScanSuite:
         with pytest.raises(AssertionError, match=r"over 2\.0 x"):
             assert_as_accurate_as(y, plain[0], exact[0])
 
-    def test_padding_is_not_read(self, run):
-        """The results of padding are 0, and others are the same bits whatever padding holds."""
-        operands, lengths = make_scan("rows of unequal length"), np.array(RAGGED.lengths, np.int32)
-        y, state = (np.asarray(x) for x in run(*operands, lengths=lengths))
-        assert not y[find_padding(lengths, y.shape[1])].any()
-        np.testing.assert_array_equal(state[0], operands[6][0])  # a row without tokens
-        for value in (0.0, 3.0, np.inf):
-            again = run(*without_padding(operands, lengths, value), lengths=lengths)
-            np.testing.assert_array_equal(again[0], y)
-            np.testing.assert_array_equal(again[1], state)
-
-    def test_lengths_out_of_range_are_no_tokens_and_all_tokens(self, run):
-        operands = without_padding(make_scan("rows of unequal length"), RAGGED.lengths)
-        lengths = np.array(RAGGED.lengths, np.int32)
-        wild = np.where(lengths == 0, -7, np.where(lengths == RAGGED.tokens, 1 << 30, lengths))
-        for one, other in zip(
-            run(*operands, lengths=lengths), run(*operands, lengths=wild), strict=True
-        ):
-            np.testing.assert_array_equal(one, other)
-
-    def test_whole_rows_need_no_lengths(self, run):
-        """Lengths of t change no bit."""
-        operands = make_scan("full widths, ragged rows")
-        whole = run(*operands), run(*operands, lengths=np.full(2, 150, np.int32))
-        for one, other in zip(*whole, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-    @pytest.mark.parametrize("row", [2, 5, 7])
-    @pytest.mark.parametrize("change", [-1, 1])
-    def test_a_wrong_length_is_found(self, run, row, change, monkeypatch):
-        """One token too few or too many in one row is over the bound, in y or in the state."""
-        lengths = np.array(RAGGED.lengths, np.int32)
-        operands = without_padding(make_scan("rows of unequal length"), lengths, 0.5)
-        exact = scan_in_float64(*operands, lengths)
-        plain = scan_in_tf32(operands, monkeypatch, lengths)
-        wrong = lengths.copy()
-        wrong[row] += change
-        found = run(*operands, lengths=wrong)
-        for got, want, yardstick in zip(found, exact, plain, strict=True):
-            with pytest.raises(AssertionError, match=r"over 2\.0 x"):
-                assert_as_accurate_as(got, yardstick, want)
-
     def test_steps_of_zero_keep_the_state_bit_for_bit(self, run):
         x, dt, *rest, state = make_scan("usual widths, whole chunks")
         _, kept = run(x, np.zeros_like(dt), *rest, state)
         np.testing.assert_array_equal(kept, state)
 
-    def test_a_small_decay_after_large_ones_stays_exact(self, run):
+    def test_a_small_decay_after_large_ones_stays_exact(self, run, monkeypatch):
         """The first 40 of 64 tokens forget everything, and the others almost nothing.
 
         Differences of float32 sums from the start would round each exponent to the ulp of 20,000.
         """
         x, dt, a, B, C, D, state = (part.copy() for part in make_scan("no decay"))
-        a[:], dt[:, :40], dt[:, 40:] = -1.0, 500.0, 1e-3
+        a[:], dt[:, :40], dt[:, 40:], x[:, 40:] = -1.0, 500.0, 1e-3, 0.0
         operands = (x[:, :64], dt[:, :64], a, B[:, :64], C[:, :64], D, state)
-        exact = scan_in_float64(*operands)
-        faded = operands[0].copy()
-        faded[:, 40:] = 0
-        _, got = run(faded, *operands[1:])
-        _, want = scan_in_float64(faded, *operands[1:])
-        assert np.abs(exact[1]).max() > 0
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-3 * np.abs(want).max())
+        exact, plain = scan_in_float64(*operands), scan_in_tf32(operands, monkeypatch)
+        for got, want, yardstick in zip(run(*operands), exact, plain, strict=True):
+            assert_as_accurate_as(got, yardstick, want)
 
 
 class Mamba2KernelSuite(Mamba2ScanSuite):

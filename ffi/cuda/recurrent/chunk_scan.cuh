@@ -26,7 +26,7 @@
 // chunk, one in 10 and 13 cycles, where mma.sync reaches one in 6.5.
 //
 // Needs: d and e at most 128 and multiples of 4. cuda_recurrent_bindings.cc checks these. Tests:
-// test_emulation_delta_rule.py and test_emulation_mamba2_scan.py of tests/emulation,
+// test_emulation_delta_rule.py and test_emulation_mamba2_scan.py of tests/emulation. On a GPU:
 // test_cuda_delta_rule.py and test_cuda_mamba2_scan.py of tests/gpu.
 #pragma once
 
