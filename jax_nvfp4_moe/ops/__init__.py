@@ -7,7 +7,7 @@ from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.gating import activate, add_gated, add_linear_gated, gate_heads
 from jax_nvfp4_moe.ops.heads import prepare_heads
 from jax_nvfp4_moe.ops.latents import prepare_latents
-from jax_nvfp4_moe.ops.mamba2_scan import mamba2_scan
+from jax_nvfp4_moe.ops.mamba2 import mamba2_scan
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.ops.preparation import prepare

@@ -68,8 +68,8 @@ FAULTS = (
     Fault(
         "Mamba-2: step negated unless float32",
         "backends/mamba2.py",
-        "y, state = rule(x, dt,",
-        "y, state = rule(x, dt if inputs.dtype == jnp.float32 else -dt,",
+        "y, state = scan(x, dt,",
+        "y, state = scan(x, dt if inputs.dtype == jnp.float32 else -dt,",
         f"{DEFAULT}[nemotron_h-modelopt-w4a16]",
     ),
     Fault(
