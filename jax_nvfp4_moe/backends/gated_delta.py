@@ -22,6 +22,7 @@ from jax_nvfp4_moe.backends.delta_chunks import (
     join_chunks,
     split_chunks,
 )
+from jax_nvfp4_moe.backends.padding import count_present, find_present, keep_present
 from jax_nvfp4_moe.numerics.chunk_decay import sum_between, sum_from_start, sum_to_end
 
 # Number of tokens in a chunk on a GPU, and on other devices; see `for_device`.
@@ -124,9 +125,7 @@ def mix_gated_delta(
     if rule is None:
         y, state = _normalized_step(*operands)
     else:
-        # A single row has little padding. To count its tokens would take a kernel in each layer.
-        lengths = None if b == 1 else jnp.sum(present, axis=1, dtype=jnp.int32)
-        y, state = rule(*operands, lengths=lengths)
+        y, state = rule(*operands, lengths=count_present(present))
     y = _gated_norm(y.reshape(b, t, m * r, e), z, norm, eps)
     return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state
 
@@ -135,14 +134,14 @@ def apply_gated_delta(q, k, v, g, beta, state, lengths=None, *, normalize, dtype
     """Compute `ops.gated_delta_rule` in chunks for the device on which it runs."""
     present = None
     if lengths is not None:
-        present = jnp.arange(q.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+        present = find_present(lengths, q.shape[1])
         # All operands, because 0 times a NaN of padding would reach the state.
-        q, k, v, g, beta = (_keep(part, present) for part in (q, k, v, g, beta))
+        q, k, v, g, beta = (keep_present(part, present) for part in (q, k, v, g, beta))
     if normalize:
         q, k = _normalize(q, k)
     rule = functools.partial(delta_chunks, precision=choose_precision(dtype))
     y, state = for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(q, k, v, g, beta, state)
-    return y if present is None else _keep(y, present), state
+    return y if present is None else keep_present(y, present), state
 
 
 def delta_chunks(
@@ -208,11 +207,6 @@ def _split(projected, sizes, interleaved):
     halves = jnp.split(ba.reshape(*lead, m, -1), 2, axis=-1)
     beta, step = (half.reshape(*lead, -1) for half in halves)
     return z, beta, step
-
-
-def _keep(values, present):
-    """Return `values` with zeros for tokens that are not `present` ``[b, t]``."""
-    return jnp.where(present.reshape(*present.shape, *(1,) * (values.ndim - 2)), values, 0)
 
 
 def _normalized_step(q, k, *operands):

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.backends.convolution import causal_convolution
 from jax_nvfp4_moe.backends.delta_chunks import choose_precision, for_device
+from jax_nvfp4_moe.backends.padding import count_present, find_present, keep_present
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.chunk_decay import sum_between, sum_from_start, sum_to_end
 
@@ -132,9 +133,7 @@ def mix_mamba2(
         y, state = ssd_step(x, dt, a, B, C, state)
         y = y + D[None, None, :, None] * x
     else:
-        # A single row has little padding. To count its tokens would take a kernel in each layer.
-        lengths = None if b == 1 else jnp.sum(present, axis=1, dtype=jnp.int32)
-        y, state = scan(x, dt, a, B, C, D, state, lengths=lengths)
+        y, state = scan(x, dt, a, B, C, D, state, lengths=count_present(present))
     y = y.reshape(b, t, -1)
     y = _normalize(y * jax.nn.silu(gate.astype(jnp.float32)), norm, groups, eps)
     return y.astype(inputs.dtype), inputs, state
@@ -142,11 +141,10 @@ def mix_mamba2(
 
 def apply_mamba2(x, dt, a, B, C, D, state, lengths=None, *, dtype):
     """Compute `ops.mamba2_scan` in chunks for the device on which it runs."""
-    present = None
     if lengths is not None:
-        present = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+        present = find_present(lengths, x.shape[1])
         # All operands, because 0 times a NaN of padding would reach the state.
-        x, dt, B, C = (_keep(part, present) for part in (x, dt, B, C))
+        x, dt, B, C = (keep_present(part, present) for part in (x, dt, B, C))
     rule = functools.partial(ssd_chunks, precision=choose_precision(dtype))
     y, state = for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(x, dt, a, B, C, state)
     # The term with D is 0 for padding, and so is y, because C is.
@@ -253,8 +251,3 @@ def _normalize(y, weight, groups, eps):
     grouped = y.reshape(*y.shape[:-1], groups, -1)
     mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
     return (grouped * lax.rsqrt(mean + eps)).reshape(y.shape) * weight[None, None, :]
-
-
-def _keep(values, present):
-    """Return `values` with zeros for tokens that are not `present` ``[b, t]``."""
-    return jnp.where(present.reshape(*present.shape, *(1,) * (values.ndim - 2)), values, 0)
