@@ -170,6 +170,36 @@ def _nemotron3(name, case):
     return WholeModel(name, case, config, attention, 32, 256, experts)
 
 
+def _kimi_linear(name, case):
+    attention = [4, 8, 12, 16, 20, 24, 27]  # the first layer is 1
+    config = {
+        "architectures": ["KimiLinearForCausalLM"],
+        "vocab_size": 163840,
+        "hidden_size": case.hidden,
+        "num_hidden_layers": 27,
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "full_attn_layers": attention,
+            "head_dim": 128,
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": case.intermediate,
+        "num_experts": case.experts,
+        "num_experts_per_token": case.top_k,
+        "num_shared_experts": 1,
+        "model_max_length": _LONGEST,
+    }
+    return WholeModel(name, case, config, (len(attention), 27), 32, 192 + 128, (26, 27))
+
+
 _REAL_QWEN3 = {
     "vocab_size": 151936,
     "num_hidden_layers": 48,
@@ -190,6 +220,7 @@ MODELS = {
         _qwen3("qwen3-30b-a3b", CASES["qwen3-30b-a3b"], **_REAL_QWEN3),
         _qwen36("qwen3.6-35b-a3b", CASES["qwen3.6-35b-a3b"]),
         _nemotron3("nemotron3-nano", CASES["nemotron3-nano"]),
+        _kimi_linear("kimi-linear-48b-a3b", Case("kimi-linear-48b-a3b", 2304, 1024, 256, 8)),
         _deepseek("deepseek-v3-4-layers", CASES["deepseek-v3"]),
         _qwen3("tiny", CASES["tiny"], **_TINY_QWEN3),  # to try the benchmarks themselves
     )

@@ -151,7 +151,13 @@ ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("b t m r (v)", b * t * m * r, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectDims("q [b, t, m, d]", q.dimensions(), {b, t, m, d}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, t, m, d]", k.dimensions(), {b, t, m, d}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("g [b, t, m, r]", g.dimensions(), {b, t, m, r}));
+  const bool channel_decays = g.dimensions().size() == 5;
+  if (channel_decays) {
+    NVFP4_RETURN_IF_ERROR(ExpectDims("g [b, t, m, 1, d]", g.dimensions(), {b, t, m, 1, d}));
+    NVFP4_RETURN_IF_ERROR(ExpectAtMost("r (v), with a decay for each channel", r, 1));
+  } else {
+    NVFP4_RETURN_IF_ERROR(ExpectDims("g [b, t, m, r]", g.dimensions(), {b, t, m, r}));
+  }
   NVFP4_RETURN_IF_ERROR(ExpectDims("beta [b, t, m, r]", beta.dimensions(), {b, t, m, r}));
   NVFP4_RETURN_IF_ERROR(ExpectType("lengths", lengths.element_type(), ffi::S32));
   NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("lengths [b]", lengths.dimensions(), {b}));
@@ -165,7 +171,8 @@ ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
                               static_cast<int32_t>(d),
                               static_cast<int32_t>(e),
                               normalize,
-                              1.0f / std::sqrt(static_cast<float>(d))};
+                              1.0f / std::sqrt(static_cast<float>(d)),
+                              channel_decays};
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, DeltaRuleWorkspaceBytes(call)));
   const DeltaRuleBuffers buffers = {Data<float>(q),
                                     Data<float>(k),

@@ -527,17 +527,18 @@ cudaError_t LaunchDeltaStep(cudaStream_t stream, const DeltaStepCall& call,
 struct DeltaRuleCall {
   int64_t b, t;
   int32_t key_heads;  // m
-  int32_t shared;     // value heads of a key head, r
+  int32_t shared;     // value heads of a key head, r; 1 with `channel_decays`
   int32_t d, e;       // the width of a key, and of a value; multiples of 4
   bool normalize;     // scale keys to length 1, and queries to length `scale`
   float scale;
+  bool channel_decays;  // a decay for each channel of a key, instead of one for each value head
 };
 
 struct DeltaRuleBuffers {
   const float* q;     // [b, t, m, d]
   const float* k;     // [b, t, m, d]
   const float* v;     // [b, t, m, r, e]
-  const float* g;     // [b, t, m, r]: logarithms of the decays
+  const float* g;     // [b, t, m, r], or [b, t, m, d]: logarithms of the decays
   const float* beta;  // [b, t, m, r]
   // [b]: the tokens of each row; those behind them are padding, which may be anything. Null if all
   // rows have t tokens.

@@ -1,4 +1,4 @@
-"""The delta rule for all tokens of a chunk at once, for gated delta nets and Kimi delta attention.
+"""The delta rule for all tokens of a chunk at once, with a decay for each head or each channel.
 
 Let S be the state before a chunk, and ``D_ij`` the decay of the state from token j to token i. The
 corrections ``u_i`` that the tokens of the chunk add to the state solve::
@@ -24,6 +24,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.numerics.triangular_inverse import invert_unit_lower
+
+_TINY = 1e-6  # added to the squared length of keys and queries, against a division by zero
 
 
 class Chunks(NamedTuple):
@@ -97,6 +99,17 @@ def apply_chunks(
     state, read = lax.scan(take_in, state, (chunks.kept, reads, wanted, writes))
     corrections = wanted - read[..., :size, :]
     return read[..., size:, :] + matmul(chunks.query_pairs, corrections), state
+
+
+def normalize_queries_and_keys(
+    q: Float[Array, "... d"], k: Float[Array, "... d"]
+) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
+    """Scale float32 queries to length ``d ** -0.5``, and keys to length 1."""
+
+    def unit(x):
+        return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)
+
+    return unit(q) * q.shape[-1] ** -0.5, unit(k)
 
 
 def choose_precision(dtype) -> lax.Precision:

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.backends.channel_delta import channel_delta_chunks
 from jax_nvfp4_moe.backends.convolution import causal_convolution
 from jax_nvfp4_moe.backends.delta_chunks import (
     Chunks,
@@ -20,15 +21,15 @@ from jax_nvfp4_moe.backends.delta_chunks import (
     choose_precision,
     for_device,
     join_chunks,
+    normalize_queries_and_keys,
     split_chunks,
 )
 from jax_nvfp4_moe.backends.padding import count_present, find_present, keep_present
 from jax_nvfp4_moe.numerics.chunk_decay import sum_between, sum_from_start, sum_to_end
 
-# Number of tokens in a chunk on a GPU, and on other devices; see `for_device`.
-_GPU_CHUNK, _CPU_CHUNK = 128, 32
-
-_TINY = 1e-6  # added to the squared length of keys and queries, against a division by zero
+# Number of tokens in a chunk on a GPU, and on other devices; see `for_device`. Decays of channels
+# take one product for each size of a chunk's parts, which makes larger chunks slower.
+_GPU_CHUNK, _GPU_CHANNEL_CHUNK, _CPU_CHUNK = 128, 64, 32
 
 
 def delta_step(
@@ -138,9 +139,12 @@ def apply_gated_delta(q, k, v, g, beta, state, lengths=None, *, normalize, dtype
         # All operands, because 0 times a NaN of padding would reach the state.
         q, k, v, g, beta = (keep_present(part, present) for part in (q, k, v, g, beta))
     if normalize:
-        q, k = _normalize(q, k)
-    rule = functools.partial(delta_chunks, precision=choose_precision(dtype))
-    y, state = for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(q, k, v, g, beta, state)
+        q, k = normalize_queries_and_keys(q, k)
+    rule, gpu_chunk = delta_chunks, _GPU_CHUNK
+    if g.ndim == v.ndim:  # a decay for each channel
+        rule, gpu_chunk = channel_delta_chunks, _GPU_CHANNEL_CHUNK
+    rule = functools.partial(rule, precision=choose_precision(dtype))
+    y, state = for_device(rule, gpu_chunk, _CPU_CHUNK)(q, k, v, g, beta, state)
     return y if present is None else keep_present(y, present), state
 
 
@@ -210,16 +214,7 @@ def _split(projected, sizes, interleaved):
 
 
 def _normalized_step(q, k, *operands):
-    return delta_step(*_normalize(q, k), *operands)
-
-
-def _normalize(q, k):
-    """Scale float32 keys to length 1, and queries of d channels to length ``d ** -0.5``."""
-
-    def unit(x):
-        return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)
-
-    return unit(q) * q.shape[-1] ** -0.5, unit(k)
+    return delta_step(*normalize_queries_and_keys(q, k), *operands)
 
 
 def _gated_norm(y, z, weight, eps):

@@ -13,7 +13,7 @@ _MOST, _FACTOR = 128, 4
 
 _MOST_TAPS, _PARTS = 8, 3  # of the convolution for prompts
 
-_CHUNK = 64  # tokens in the largest chunk of a recurrence over a prompt
+_CHUNK, _SMALL_CHUNK = 64, 32  # tokens in the chunks of a recurrence over a prompt
 
 
 def _lower_delta_step(
@@ -88,14 +88,18 @@ def _lower_mamba2_step(
     )[:3]
 
 
-def delta_rule_workspace_bytes(b: int, t: int, key_heads: int, shared: int) -> int:
+def delta_rule_workspace_bytes(
+    b: int, t: int, key_heads: int, shared: int, channel_decays: bool = False
+) -> int:
     """Return the bytes that `gated_delta_rule` needs between its two kernels.
 
     Each token of a key head has a key and a query. For each of the `shared` value heads, it has a
-    decayed key, its pairs with the tokens of a chunk, and two decays. `ChunkWorkspaceBytes` in
+    decayed key, its pairs with the tokens of a chunk, and two decays or other factors. With a decay
+    for each channel, there is also one of each channel for each small chunk. `ChunkWorkspaceBytes` in
     ffi/cuda/recurrent/chunk_tiles.cuh is the same number.
     """
-    return 4 * b * _padded(t) * key_heads * (2 * _MOST + shared * (_MOST + _CHUNK + 2))
+    decays = 2 + (_MOST // _SMALL_CHUNK if channel_decays else 0)
+    return 4 * b * _padded(t) * key_heads * (2 * _MOST + shared * (_MOST + _CHUNK + decays))
 
 
 def mamba2_scan_workspace_bytes(b: int, t: int, groups: int, shared: int) -> int:
@@ -113,8 +117,18 @@ def _padded(t):
 def _lower_delta_rule(q, k, v, g, beta, state, lengths=None, *, normalize, dtype):
     """Lower `gated_delta_rule` to its FFI target. The record accepts one `dtype` only."""
     del dtype
+    (b, t, m, r, e), d = v.shape, q.shape[3]
+    channel_decays = g.ndim == v.ndim
+    if channel_decays and r > 1:
+        # The value heads of a key head share no products, so each gets a key head of its own.
+        q, k = (jnp.repeat(x, r, axis=2) for x in (q, k))
+        v, g, beta = v.reshape(b, t, -1, 1, e), g.reshape(b, t, -1, 1, d), beta.reshape(b, t, -1, 1)
+        operands = q, k, v, g, beta, state.reshape(b, -1, 1, d, e), lengths
+        y, new = _lower_delta_rule(*operands, normalize=normalize, dtype=None)
+        return y.reshape(b, t, m, r, e), new.reshape(state.shape)
     lengths = jnp.zeros(0, jnp.int32) if lengths is None else lengths
-    workspace = jax.ShapeDtypeStruct((delta_rule_workspace_bytes(*v.shape[:4]),), jnp.uint8)
+    size = delta_rule_workspace_bytes(b, t, m, r, channel_decays)
+    workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     results = jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)
     call = jax.ffi.ffi_call(
         "nvfp4_delta_rule_cuda",

@@ -6,7 +6,7 @@ the rate ``beta``:
 ``S_t = diag(a_t) S_{t-1} + beta_t k_t (v_t - k_t.T diag(a_t) S_{t-1})`` and
 ``y_t = q_t.T S_t / sqrt(d)``
 
-A prompt is processed in chunks, as `delta_chunks` describes.
+`ops.gated_delta_rule` processes a prompt in chunks.
 
 Source: arXiv:2510.26692; `modeling_kimi_linear` and `modeling_bailing_hybrid` of transformers for
 the details.
@@ -23,32 +23,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.delta_chunks import (
-    Chunks,
-    apply_chunks,
-    choose_precision,
-    for_device,
-    join_chunks,
-    split_chunks,
-)
+from jax_nvfp4_moe.backends.channel_delta import channel_delta_step
+from jax_nvfp4_moe.backends.delta_chunks import normalize_queries_and_keys
+from jax_nvfp4_moe.backends.padding import count_present
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
-from jax_nvfp4_moe.numerics.chunk_decay import (
-    keep_neighbors,
-    part_sizes,
-    sum_from_start,
-    sum_to_edge,
-    sum_to_end,
-)
 from jax_nvfp4_moe.ops.convolution import causal_convolution
+from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
-
-# Number of tokens in a chunk on a GPU, and on other devices; see `for_device`. The pairs of a chunk
-# take one product for each size of its parts, which makes larger chunks slower.
-_GPU_CHUNK, _CPU_CHUNK = 64, 32
-_TINY = 1e-6  # added to the squared length of keys and queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +140,14 @@ class KimiDelta(HeadParallel):
         # Padding gets a decay of 1 and a rate of 0, which do not change the state.
         g = jnp.where(present[..., None, None], decays.reshape(heads), 0)
         beta = jnp.where(present[..., None], jax.nn.sigmoid(rate.astype(jnp.float32)), 0)
-        rule = delta_step if t == 1 else self._rule
-        y, state = rule(_unit(q) * sizes.head_dim**-0.5, _unit(k), v, g, beta, old["state"])
-        y = pack_like(y, positions, x)
+        # A key head of the rule serves one value head.
+        operands = q, k, v[..., None, :], g[..., None, :], beta[..., None], old["state"][:, :, None]
+        if t == 1:
+            y, state = channel_delta_step(*normalize_queries_and_keys(q, k), *operands[2:])
+        else:
+            rule = functools.partial(gated_delta_rule, dtype=self.dtype, target=self.target)
+            y, state = rule(*operands, lengths=count_present(present), normalize=True)
+        y, state = pack_like(y[..., 0, :], positions, x), state[:, :, 0]
         y = self._gated_norm(y, _project(self.gate_down, self.gate_up, x))
         y = self.out_proj(y.reshape(*x.shape[:2], -1))
         return y, None if entries is None else {"inputs": inputs, "state": state}
@@ -179,11 +168,6 @@ class KimiDelta(HeadParallel):
         if sizes.lower_bound is not None:
             return sizes.lower_bound * jax.nn.sigmoid(rate * given)
         return -rate * jax.nn.softplus(given)
-
-    def _rule(self, *operands):
-        """Compute `delta_chunks` with the chunks and the precision for the device and the dtype."""
-        rule = functools.partial(delta_chunks, precision=choose_precision(self.dtype))
-        return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(*operands)
 
     def _gated_norm(self, y, gate):
         """Return ``norm(y) * sigmoid(gate)``, where each head is normalized on its own."""
@@ -225,98 +209,3 @@ def build_kimi_delta(sizes: KimiDeltaSizes, path: str, make: Builder):
         width=n,
         reason=reason,
     )
-
-
-def delta_step(
-    q: Float[Array, "b 1 n d"],
-    k: Float[Array, "b 1 n d"],
-    v: Float[Array, "b 1 n e"],
-    g: Float[Array, "b 1 n d"],
-    beta: Float[Array, "b 1 n"],
-    state: Float[Array, "b n d e"],
-) -> tuple[Float[Array, "b 1 n e"], Float[Array, "b n d e"]]:
-    """Process one token. The arguments and results are those of `delta_chunks`."""
-    q, k = q[:, 0, ..., None], k[:, 0, ..., None]
-    state = state * jnp.exp(g[:, 0])[..., None]
-    missing = v[:, 0] - jnp.sum(state * k, axis=-2)
-    state = state + k * (missing * beta[:, 0, :, None])[..., None, :]
-    return jnp.sum(state * q, axis=-2)[:, None], state
-
-
-def delta_chunks(
-    q: Float[Array, "b t n d"],
-    k: Float[Array, "b t n d"],
-    v: Float[Array, "b t n e"],
-    g: Float[Array, "b t n d"],
-    beta: Float[Array, "b t n"],
-    state: Float[Array, "b n d e"],
-    chunk: int = _CPU_CHUNK,
-    precision: lax.Precision = lax.Precision.HIGHEST,
-) -> tuple[Float[Array, "b t n e"], Float[Array, "b n d e"]]:
-    """Process tokens in chunks. The result is that of `delta_step`, applied token by token.
-
-    Let S be the state at the beginning of a chunk. The corrections u that its tokens write solve
-    ``u_i + beta_i sum_{j<i} (k_i . D_ij k_j) u_j = beta_i (v_i - (exp(G_i) k_i).T S)``, where
-    ``G_i`` is the sum of g up to i, and ``D_ij = diag(exp(G_i - G_j))``.
-
-    Args:
-      q: the queries, of length 1 and then scaled.
-      k: the keys, of length 1.
-      v: the values.
-      g: the logarithm of the decay of each channel, at most 0.
-      beta: the rate of the correction.
-      state: the state before the first token.
-      chunk: the number of tokens of a chunk, a power of 2.
-      precision: precision of the products that `apply_chunks` names. Full float32 by default.
-
-    Returns:
-      The results in float32, and the state after the last token.
-    """
-    t = q.shape[1]
-    chunk = min(chunk, 1 << (t - 1).bit_length())
-    q, k, v, g = (split_chunks(part, chunk) for part in (q, k, v, g))
-    from_start = jnp.exp(sum_from_start(g))
-    key_pairs, query_pairs = _decayed_pairs(q, k, g, precision)
-    chunks = Chunks(
-        key_pairs,
-        query_pairs,
-        read_keys=from_start * k,
-        read_queries=from_start * q,
-        write_keys=jnp.exp(sum_to_end(g)) * k,
-        values=v,
-        beta=split_chunks(beta[..., None], chunk),
-        kept=from_start[..., -1, :, None],
-    )
-    y, state = apply_chunks(chunks, state, precision)
-    return join_chunks(y, t), state
-
-
-def _decayed_pairs(q, k, g, precision):
-    """Return ``k_i . D_ij k_j`` for i > j and ``q_i . D_ij k_j`` for i >= j, else 0.
-
-    Each channel has its own decay. Between neighboring parts of a chunk the decay is the product of
-    the decay to the edge between them and that from the edge, so that one matrix product gives the
-    pairs of all parts of a size.
-    """
-    count = k.shape[-2]
-    key_pairs = jnp.zeros((*k.shape[:-1], count), k.dtype)
-    query_pairs = jnp.sum(q * k, axis=-1, keepdims=True) * jnp.broadcast_to(
-        jnp.eye(count, dtype=k.dtype), key_pairs.shape
-    )
-    for size in part_sizes(count):
-        decay = jnp.exp(sum_to_edge(g, size))
-        faded = decay * k
-        turned = jnp.swapaxes(faded, -1, -2)
-        key_pairs += keep_neighbors(_matmul(faded, turned), size)
-        read = jnp.matmul(decay * q, turned, precision=precision)
-        query_pairs += keep_neighbors(read, size)
-    return key_pairs, query_pairs
-
-
-def _matmul(x, y):
-    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
-
-
-def _unit(x):
-    """Return `x` in float32, scaled to length 1 along the last axis."""
-    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)

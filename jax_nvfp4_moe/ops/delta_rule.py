@@ -16,7 +16,7 @@ def gated_delta_rule(
     q: Float[Array, "b t m d"],
     k: Float[Array, "b t m d"],
     v: Float[Array, "b t m r e"],
-    g: Float[Array, "b t m r"],
+    g: Float[Array, "b t m r"] | Float[Array, "b t m r d"],
     beta: Float[Array, "b t m r"],
     state: Float[Array, "b m r d e"],
     *,
@@ -31,7 +31,7 @@ def gated_delta_rule(
     Each of m key heads serves r value heads, and each value head has a state S. Token by token, the
     state decays, corrects the value that it stores for a key, and is read with a query::
 
-      S = exp(g) S
+      S = diag(exp(g)) S
       S = S + k (beta (v - k.T S))
       y = q.T S
 
@@ -42,8 +42,9 @@ def gated_delta_rule(
       k: keys, float32 ``[b, t, m, d]``, of length 1 or less unless `normalize` is True. With longer
         keys and rates near 1, the corrections may grow without bound.
       v: values, float32 ``[b, t, m, r, e]``.
-      g: logarithms of the decays, float32 ``[b, t, m, r]``, at most 0. A token with g = 0 and beta
-        = 0 leaves the state unchanged.
+      g: logarithms of the decays, float32, at most 0: ``[b, t, m, r]`` for one decay of a whole
+        state, as in gated delta nets, or ``[b, t, m, r, d]`` for one of each channel of the keys,
+        as in Kimi delta attention. A token with g = 0 and beta = 0 leaves the state unchanged.
       beta: rates of correction, float32 ``[b, t, m, r]``, from 0 to 1.
       state: state of each value head before the first token, float32 ``[b, m, r, d, e]``.
       lengths: number of tokens of each row, integers ``[b]``. A token behind them is padding: it
@@ -81,13 +82,14 @@ def gated_delta_rule(
       ((1, 5, 2, 3, 8), 0.5)
 
     Source:
-      arXiv:2412.06464; arXiv:2406.06484 for the chunks.
+      arXiv:2412.06464; arXiv:2510.26692 for decays of channels; arXiv:2406.06484 for the chunks.
     """
     if v.ndim != 5:
         raise ValueError(f"v: expected shape [b, t, m, r, e], got {v.shape}")
     (b, t, m, r, e), d = v.shape, q.shape[-1]
     shapes = {"q": (q, (b, t, m, d)), "k": (k, (b, t, m, d)), "v": (v, v.shape)}
-    shapes |= {"g": (g, (b, t, m, r)), "beta": (beta, (b, t, m, r))}
+    own = (d,) if g.ndim == v.ndim else ()  # a decay for each channel
+    shapes |= {"g": (g, (b, t, m, r, *own)), "beta": (beta, (b, t, m, r))}
     shapes["state"] = state, (b, m, r, d, e)
     expect_floats(shapes)
     lengths, name = read_lengths(lengths, b), read_result_dtype(dtype)

@@ -5,16 +5,24 @@ import functools
 import pytest
 import recurrent_emulation
 from axes import axis
-from delta_rule_suite import RULE_CASES, DeltaRuleSuite
+from delta_rule_suite import RULE_CASES, ChannelDeltaRuleSuite, DeltaRuleSuite
 from emulated_devices_suite import DevicesSuite
 from recurrence_suite import RowsAloneSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
 
-class TestDeltaRule(DevicesSuite, RowsAloneSuite, DeltaRuleSuite):
-    case = axis(*RULE_CASES)
+class RunsInEmulation:
+    """The kernels of both forms of decays are one call."""
 
     @pytest.fixture
     def run(self, library):
         return functools.partial(recurrent_emulation.gated_delta_rule, library)
+
+
+class TestDeltaRule(RunsInEmulation, DevicesSuite, RowsAloneSuite, DeltaRuleSuite):
+    case = axis(*RULE_CASES)
+
+
+class TestChannelDeltaRule(RunsInEmulation, DevicesSuite, RowsAloneSuite, ChannelDeltaRuleSuite):
+    case = axis(*RULE_CASES)

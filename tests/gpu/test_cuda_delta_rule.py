@@ -1,5 +1,6 @@
 """Run the suite of the gated delta rule on a GPU, and check repeated calls and errors."""
 
+import dataclasses
 import functools
 
 import cuda_calls
@@ -9,10 +10,15 @@ import numpy as np
 import pytest
 from axes import axis
 from delta_rule_suite import (
+    CHANNEL_DELTA,
     DELTA,
     RULE_CASES,
+    ChannelDeltaRuleSuite,
     DeltaRuleSuite,
+    make_case,
     make_rule,
+    rule_in_float64,
+    rule_in_tf32,
     without_padding,
 )
 from gradients import gradients
@@ -20,26 +26,39 @@ from recurrence_suite import RowsAloneSuite
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends.recurrent import delta_rule_workspace_bytes
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 pytestmark = pytest.mark.gpu
 
 delta_rule = functools.partial(ops.gated_delta_rule, backend="delta_rule_cuda")
 
 
-class TestDeltaRule(RowsAloneSuite, DeltaRuleSuite):
-    case = axis(*RULE_CASES)
+class RunsOnGpu:
+    """The kernels of both forms of decays are one op."""
 
     @pytest.fixture
     def run(self):
         return jax.jit(delta_rule, static_argnames="normalize")
 
 
+class TestDeltaRule(RunsOnGpu, RowsAloneSuite, DeltaRuleSuite):
+    case = axis(*RULE_CASES)
+
+
+class TestChannelDeltaRule(RunsOnGpu, RowsAloneSuite, ChannelDeltaRuleSuite):
+    case = axis(*RULE_CASES)
+
+
+BOTH = pytest.mark.parametrize("recurrence", [DELTA, CHANNEL_DELTA], ids=["heads", "channels"])
+
+
+@BOTH
 @pytest.mark.parametrize("case", RULE_CASES)
-def test_rules_are_the_same_each_time(case):
+def test_rules_are_the_same_each_time(recurrence, case):
     """Rows must not depend on each other, nor on when the copies of a chunk arrive."""
     rows = 40
-    operands = [jnp.concatenate([jnp.asarray(x)] * rows) for x in make_rule(case)]
-    lengths = DELTA.lengths(case)
+    operands = [jnp.concatenate([jnp.asarray(x)] * rows) for x in recurrence.make(case)]
+    lengths = recurrence.lengths(case)
     lengths = None if lengths is None else np.tile(lengths, rows)
     run = jax.jit(functools.partial(delta_rule, lengths=lengths))
     first, second = ([np.asarray(x).tobytes() for x in run(*operands)] for _ in range(2))
@@ -49,9 +68,10 @@ def test_rules_are_the_same_each_time(case):
         assert (repeated.view(np.uint8) == repeated[:1].view(np.uint8)).all()
 
 
-def test_pieces_hand_their_state_on():
+@BOTH
+def test_pieces_hand_their_state_on(recurrence):
     """Pieces that end with a chunk compute what the whole prompt does, bit for bit."""
-    *tokens, state = map(jnp.asarray, make_rule("three keys and no decay"))
+    *tokens, state = map(jnp.asarray, recurrence.make("three keys and no decay"))
     whole = delta_rule(*tokens, state)
     pieces = []
     for start, end in ((0, 64), (64, 192), (192, 200)):
@@ -59,6 +79,15 @@ def test_pieces_hand_their_state_on():
         pieces.append(y)
     np.testing.assert_array_equal(jnp.concatenate(pieces, axis=1), whole[0])
     np.testing.assert_array_equal(state, whole[1])
+
+
+def test_several_value_heads_may_have_decays_of_channels(monkeypatch):
+    """Each value head then gets a copy of its keys."""
+    case = dataclasses.replace(RULE_CASES["less than a chunk"], tokens=70, channel_decays=True)
+    operands = make_case(case, np.random.default_rng(0))
+    exact, plain = rule_in_float64(*operands), rule_in_tf32(operands, monkeypatch)
+    for got, want, yardstick in zip(delta_rule(*operands), exact, plain, strict=True):
+        assert_as_accurate_as(got, yardstick, want)
 
 
 def test_lengths_may_be_traced_and_mapped():
@@ -88,9 +117,10 @@ def test_a_rule_without_donation_keeps_its_operands():
         np.testing.assert_array_equal(kept, before)
 
 
-def test_gradients_and_batches():
+@BOTH
+def test_gradients_and_batches(recurrence):
     """Gradients are those of the reference, and `vmap` equals a loop."""
-    *tokens, state = map(jnp.asarray, make_rule("one more token than a chunk"))
+    *tokens, state = map(jnp.asarray, recurrence.make("one more token than a chunk"))
 
     def gradient(backend):
         def run(state):
@@ -115,6 +145,8 @@ def test_gradients_and_batches():
         ("k", jnp.zeros((1, 65, 1, 32), jnp.bfloat16), "k: expected float32, got bfloat16"),
         ("v", jnp.zeros((1, 65, 1, 3, 46)), r"e \(v\): expected a positive multiple of 4"),
         ("g", jnp.zeros((1, 65, 1, 2)), r"g \[b, t, m, r\]: expected \[1, 65, 1, 3\]"),
+        ("g", jnp.zeros((1, 65, 1, 3, 32)), r"g \[b, t, m, 1, d\]: expected \[1, 65, 1, 1, 32\]"),
+        ("g", jnp.zeros((1, 65, 1, 1, 32)), r"r \(v\), with a decay for each channel: expected at"),
         ("beta", jnp.zeros((1, 64, 1, 3)), r"beta \[b, t, m, r\]: expected \[1, 65, 1, 3\]"),
         ("lengths", jnp.zeros(2, jnp.int32), r"lengths \[b\]: expected \[1\], got \[2\]"),
         ("lengths", jnp.zeros(1), "lengths: expected int32, got float32"),

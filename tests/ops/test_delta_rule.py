@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from axes import axis
 from delta_rule_suite import (
+    CHANNEL_DELTA,
     DELTA,
+    ChannelDeltaRuleSuite,
     DeltaRuleSuite,
     make_rule,
     without_padding,
@@ -40,25 +42,41 @@ def on_cpu():
         yield
 
 
-class TestDeltaRule(DeltaRuleSuite):
-    case = axis(
-        "one token",
-        "less than a chunk",
-        "narrow keys and values",
-        "strong decays",
-        "rows of unequal length",
-        "narrow rows of unequal length",
-    )
+CASES = (
+    "one token",
+    "less than a chunk",
+    "narrow keys and values",
+    "strong decays",
+    "rows of unequal length",
+    "narrow rows of unequal length",
+)
+
+
+class RunsPlain:
+    """Both forms of decays are one op."""
 
     @pytest.fixture
     def run(self):
         return run_plain
 
 
+class TestDeltaRule(RunsPlain, DeltaRuleSuite):
+    case = axis(*CASES)
+
+
+class TestChannelDeltaRule(RunsPlain, ChannelDeltaRuleSuite):
+    case = axis(*CASES)
+
+
+def lowered(target, given, **options):
+    """Return the text of a program."""
+    rule = functools.partial(ops.gated_delta_rule, target=target, **options)
+    return jax.jit(rule, donate_argnums=5).trace(*given).lower().as_text()
+
+
 def called(target, **options):
     """Return the targets of the custom calls of a program."""
-    rule = functools.partial(ops.gated_delta_rule, target=target, **options)
-    text = jax.jit(rule, donate_argnums=5).trace(*operands().values()).lower().as_text()
+    text = lowered(target, operands().values(), **options)
     return re.findall(r"custom_call @(nvfp4\S+?)\(", text)
 
 
@@ -68,6 +86,21 @@ def test_the_kernel_runs_for_bfloat16_alone():
     assert called(Target("cpu")) == []
     with pytest.raises(NoBackendError, match="needs bfloat16, got float32"):
         called(HOPPER, dtype="float32", backend="delta_rule_cuda")
+
+
+def test_value_heads_with_decays_of_channels_get_keys_of_their_own():
+    """The kernel has one value head for each key head then; the op has its usual shapes."""
+    given = operands()
+    own = {"g": np.zeros((1, 65, 1, 3, 32), np.float32)}
+    (call,) = (
+        line
+        for line in lowered(HOPPER, (given | own).values()).splitlines()
+        if "@nvfp4_delta_rule_cuda" in line
+    )
+    tokens = "tensor<1x65x3x32xf32>, tensor<1x65x3x32xf32>, tensor<1x65x3x1x48xf32>"
+    assert f"{tokens}, tensor<1x65x3x1x32xf32>, tensor<1x65x3x1xf32>" in call
+    y, state = jax.eval_shape(functools.partial(ops.gated_delta_rule, **(given | own)))
+    assert (y.shape, state.shape) == ((1, 65, 1, 3, 48), (1, 1, 3, 32, 48))
 
 
 def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
@@ -81,10 +114,11 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
     assert re.findall(r"custom_call @(nvfp4\S+?)\(", text) == ["nvfp4_delta_rule_cuda"]
 
 
-def test_gradients_of_padding_are_zero():
+@pytest.mark.parametrize("recurrence", [DELTA, CHANNEL_DELTA], ids=["heads", "channels"])
+def test_gradients_of_padding_are_zero(recurrence):
     """Gradients of true tokens and states are those without NaN in padding, and are finite."""
     name = "rows of unequal length"
-    operands, lengths = make_rule(name), DELTA.lengths(name)
+    operands, lengths = recurrence.make(name), recurrence.lengths(name)
 
     @jax.jit
     def differentiate(*operands):
@@ -94,7 +128,7 @@ def test_gradients_of_padding_are_zero():
         map(np.asarray, differentiate(*given))
         for given in (operands, without_padding(operands, lengths))
     )
-    padding = find_padding(lengths, DELTA.cases[name].tokens)
+    padding = find_padding(lengths, recurrence.cases[name].tokens)
     for key, gradient, expected in zip(NAMES, found, clean, strict=True):
         np.testing.assert_array_equal(gradient, expected)
         assert np.isfinite(gradient).all()
@@ -128,6 +162,7 @@ def test_the_derivative_with_lengths_is_plain_xla():
         ("q", np.zeros((1, 64, 1, 32), np.float32), r"q: expected shape \(1, 65, 1, 32\), got"),
         ("k", np.zeros((1, 65, 1, 16), np.float32), r"k: expected shape \(1, 65, 1, 32\), got"),
         ("g", np.zeros((1, 65, 3), np.float32), r"g: expected shape \(1, 65, 1, 3\), got"),
+        ("g", np.zeros((1, 65, 1, 3, 16), np.float32), r"g: expected shape \(1, 65, 1, 3, 32\)"),
         ("beta", np.zeros((1, 65, 1, 2), np.float32), r"beta: expected shape \(1, 65, 1, 3\)"),
         ("state", np.zeros((1, 3, 32, 48), np.float32), r"state: expected shape \(1, 1, 3, 32, 4"),
         ("k", np.zeros((1, 65, 1, 32), np.int32), "k: expected a float dtype, got int32"),

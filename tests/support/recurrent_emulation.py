@@ -43,6 +43,7 @@ class _DeltaRuleCall(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("key_heads", "shared", "d", "e")),
         ("normalize", ctypes.c_bool),
         ("scale", ctypes.c_float),
+        ("channel_decays", ctypes.c_bool),
     ]
 
 
@@ -102,11 +103,11 @@ def gated_delta_rule(
 ):
     """Return the results and the new state, as `ops.gated_delta_rule` does."""
     *tokens, state = (np.asarray(x) for x in operands)
-    v = tokens[2]
+    v, channel_decays = tokens[2], tokens[3].ndim == 5
     b, t, m, r, e = v.shape
     d = state.shape[3]
-    call = _DeltaRuleCall(b, t, m, r, d, e, normalize, d**-0.5)
-    size = delta_rule_workspace_bytes(b, t, m, r)
+    call = _DeltaRuleCall(b, t, m, r, d, e, normalize, d**-0.5, channel_decays)
+    size = delta_rule_workspace_bytes(b, t, m, r, channel_decays)
     if library.delta_rule_workspace_bytes(ctypes.byref(call)) != size:
         raise RuntimeError("Python and C++ disagree on the size of the workspace")
     bound = functools.partial(library.delta_rule, ctypes.byref(call))

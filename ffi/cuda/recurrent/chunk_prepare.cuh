@@ -37,10 +37,16 @@ struct Matrix {
   }
 };
 
+// Returns what moves the units of neighboring rows to other banks by an exclusive or. It has the
+// lowest three bits of the row in reverse order, so that 8 rows have other banks for one unit, 4
+// rows for two neighboring units, and 2 rows for four.
+__device__ __forceinline__ int RowBank(int row) {
+  return (row & 1) * 4 + (row & 2) + (row >> 2 & 1);
+}
+
 // Returns the place of 16 bytes, unit `unit` of `row`, in a tile with rows of kChunkWidth floats.
-// The exclusive or moves the units of neighboring rows to other banks.
 __device__ __forceinline__ int TilePlace(int row, int unit) {
-  return row * (kChunkWidth / 4) + (unit ^ (row & 7));
+  return row * (kChunkWidth / 4) + (unit ^ RowBank(row));
 }
 
 // Starts copies of the keys or queries of a chunk to a tile, with zeros for tokens and channels
@@ -57,6 +63,10 @@ __device__ __forceinline__ void CopyTile(float* tile, const float* source, int64
     const float* place = exists ? source + row * stride + 4 * unit : source;
     CopyOrZero(target + 16 * TilePlace(row, unit), place, exists ? 16 : 0);
   }
+}
+
+__device__ __forceinline__ float4 TimesFour(const float4& four, float factor) {
+  return make_float4(four.x * factor, four.y * factor, four.z * factor, four.w * factor);
 }
 
 __device__ __forceinline__ float4 MultiplyFours(const float4& x, const float4& y) {

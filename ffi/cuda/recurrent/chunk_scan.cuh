@@ -54,13 +54,17 @@ struct KnownTile {
 };
 struct NoKnownTile {};
 
+// The number of decays of a chunk.
+template <Recurrence kKind, int kChunk>
+constexpr int kDecays = 2 * kChunk + (kKind == Recurrence::kChannelDelta ? kChunkWidth : 0);
+
 // One chunk in shared memory, in the order of ChunkBuffers.
 template <Recurrence kKind, int kChunk>
-struct Stage : std::conditional_t<kKind == Recurrence::kDelta, KnownTile<kChunk>, NoKnownTile> {
+struct Stage : std::conditional_t<Corrects(kKind), KnownTile<kChunk>, NoKnownTile> {
   float queries[kChunk * kChunkWidth];
   float keys[kChunk * kChunkWidth];
   float pairs[kChunk * kChunk];
-  float decays[2 * kChunk];
+  float decays[kDecays<kKind, kChunk>];
 };
 
 // Starts a copy of `kCount` floats by the warps that copy.
@@ -82,13 +86,14 @@ template <Recurrence kKind, int kChunk>
 __device__ __forceinline__ void CopyStage(Stage<kKind, kChunk>& stage, const ChunkBuffers& w,
                                           int64_t number, int64_t key_number, int thread) {
   constexpr int kTile = kChunk * kChunkWidth;
-  if constexpr (kKind == Recurrence::kDelta) {
+  if constexpr (Corrects(kKind)) {
     CopyFloats<kTile>(stage.known, w.known + number * kTile, thread);
   }
   CopyFloats<kTile>(stage.queries, w.queries + key_number * kTile, thread);
   CopyFloats<kTile>(stage.keys, w.keys + key_number * kTile, thread);
   CopyFloats<kChunk * kChunk>(stage.pairs, w.pairs + number * kChunk * kChunk, thread);
-  CopyFloats<2 * kChunk>(stage.decays, w.decays + number * 2 * kChunk, thread);
+  constexpr int kCount = kDecays<kKind, kChunk>;
+  CopyFloats<kCount>(stage.decays, w.decays + number * kCount, thread);
   CommitCopies();
 }
 
@@ -127,17 +132,41 @@ __device__ __forceinline__ void MultiplyTokens(const uint32_t (&a)[2][4], const 
   }
 }
 
-// u.T += S.T @ known.T, if there are known keys, and y.T += S.T @ q.T.
+// Multiplies two neighboring tiles of the state by their decays over the chunk.
 template <Recurrence kKind, int kChunk>
-__device__ __forceinline__ void ReadState(const float (&state)[kTiles][4],
-                                          const Stage<kKind, kChunk>& stage,
-                                          float (&u)[kChunk / 8][4], float (&y)[kChunk / 8][4]) {
+__device__ __forceinline__ void DecayTiles(const Stage<kKind, kChunk>& stage, int two,
+                                           float (&state)[kTiles][4]) {
+  const int q = threadIdx.x % 4;
+  // Those of columns 2q and 2q + 1 of the first tile, and then of the second one.
+  float4 kept;
+  if constexpr (kKind == Recurrence::kChannelDelta) {
+    const float* const channels = stage.decays + 2 * kChunk;
+    kept = reinterpret_cast<const float4&>(channels[StateRow(2 * two, 2 * q)]);
+  } else {
+    const float all = stage.decays[kChunk - 1];
+    kept = make_float4(all, all, all, all);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    state[2 * two][i] *= kept.x;
+    state[2 * two][i + 1] *= kept.y;
+    state[2 * two + 1][i] *= kept.z;
+    state[2 * two + 1][i + 1] *= kept.w;
+  }
+}
+
+// u.T += S.T @ known.T, if there are known keys, y.T += S.T @ q.T, and S *= decay.
+template <Recurrence kKind, int kChunk>
+__device__ __forceinline__ void ReadState(const Stage<kKind, kChunk>& stage,
+                                          float (&state)[kTiles][4], float (&u)[kChunk / 8][4],
+                                          float (&y)[kChunk / 8][4]) {
 #pragma unroll
   for (int two = 0; two < kTiles / 2; ++two) {
     uint32_t a[2][4];
     TakeAsLeft(state[2 * two], 1.0f, 1.0f, a[0]);
     TakeAsLeft(state[2 * two + 1], 1.0f, 1.0f, a[1]);
-    if constexpr (kKind == Recurrence::kDelta) {
+    DecayTiles(stage, two, state);
+    if constexpr (Corrects(kKind)) {
       MultiplyTokens<kChunk>(a, stage.known, 16 * two, u);
     }
     MultiplyTokens<kChunk>(a, stage.queries, 16 * two, y);
@@ -163,16 +192,16 @@ __device__ __forceinline__ void AddPairs(const float (&corrections)[kChunk / 8][
 }
 
 // S.T += (decay_to_end u).T @ k.
-template <int kChunk>
+template <Recurrence kKind, int kChunk>
 __device__ __forceinline__ void WriteState(const float (&corrections)[kChunk / 8][4],
-                                           const float* keys, const float* decays_to_end,
+                                           const Stage<kKind, kChunk>& stage,
                                            float (&state)[kTiles][4]) {
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  const float4* units = reinterpret_cast<const float4*>(keys);
+  const float4* units = reinterpret_cast<const float4*>(stage.keys);
 #pragma unroll
   for (int j = 0; j < kChunk / 8; ++j) {
     const int token = 8 * j + 2 * q;
-    const float2 decay = *reinterpret_cast<const float2*>(decays_to_end + token);
+    const float2 decay = *reinterpret_cast<const float2*>(stage.decays + kChunk + token);
     uint32_t a[4];
     TakeAsLeft(corrections[j], decay.x, decay.y, a);
 #pragma unroll
@@ -225,7 +254,7 @@ __device__ __forceinline__ void VisitColumns(const ChunkSizes& c, float* state, 
 template <Recurrence kKind>
 __device__ __forceinline__ void LoadState(const ChunkSizes& c, float* own, int column,
                                           float (&state)[kTiles][4]) {
-  if constexpr (kKind == Recurrence::kDelta) {
+  if constexpr (Corrects(kKind)) {
     VisitRows(c, own, column, [&](int i, int s, const float2* place) {
       state[i][s] = place->x;
       state[i][2 + s] = place->y;
@@ -244,7 +273,7 @@ __device__ __forceinline__ void LoadState(const ChunkSizes& c, float* own, int c
 template <Recurrence kKind>
 __device__ __forceinline__ void StoreState(const ChunkSizes& c, float* own, int column,
                                            const float (&state)[kTiles][4]) {
-  if constexpr (kKind == Recurrence::kDelta) {
+  if constexpr (Corrects(kKind)) {
     VisitRows(c, own, column, [&](int i, int s, float2* place) {
       *place = make_float2(state[i][s], state[i][2 + s]);
     });
@@ -310,7 +339,7 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
     ChunkScan(const ChunkSizes c, const ScanBuffers p, const ChunkBuffers w, const int warps,
               const int stages) {
   if constexpr (kChunk > kMostChunkTokens) return;
-  constexpr bool kSkips = kKind == Recurrence::kMamba2;  // the results have D values too
+  constexpr bool kSkips = !Corrects(kKind);  // the results have D values too
   NVFP4_DYNAMIC_SHARED(shared);
   Stage<kKind, kChunk>* const all = reinterpret_cast<Stage<kKind, kChunk>*>(shared);
   const int heads = c.key_heads * c.shared, thread = threadIdx.x, warp = thread / 32;
@@ -354,7 +383,7 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
       Corrections<kChunk> u = next;
       if constexpr (kSkips) u.Load(values, stride, present());
       float sums[kChunk / 8][4] = {};
-      ReadState(state, stage, u.of, sums);
+      ReadState(stage, state, u.of, sums);
 #pragma unroll
       for (int i = 0; i < kChunk / 8; ++i) {
         const float2 decay = *reinterpret_cast<const float2*>(stage.decays + 8 * i + 2 * q);
@@ -377,13 +406,7 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
       values += static_cast<int64_t>(kChunk) * stride;
       remaining -= min(remaining, int64_t{kChunk});
       if constexpr (!kSkips) next.Load(values, stride, present());
-      const float kept = stage.decays[kChunk - 1];
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) state[i][j] *= kept;
-      }
-      WriteState<kChunk>(u.of, stage.keys, stage.decays + kChunk, state);
+      WriteState(u.of, stage, state);
     }
     __syncthreads();
   }

@@ -1,8 +1,8 @@
 // The chunks of a recurrence over a prompt, as its first kernel hands them to its second one.
 //
 // A recurrence has two kernels. The first one computes what the tokens of each chunk contribute,
-// for all chunks at once (delta_prepare.cu, mamba2_prepare.cu). The second one carries the state
-// from chunk to chunk (chunk_scan.cuh).
+// for all chunks at once (delta_prepare.cu, channel_delta_prepare.cu, mamba2_prepare.cu). The
+// second one carries the state from chunk to chunk (chunk_scan.cuh).
 //
 // The gated delta rule has keys and queries. Those of Mamba-2 are B and C. A key head of the delta
 // rule is a group of Mamba-2, which all its heads share.
@@ -18,7 +18,9 @@
 namespace nvfp4 {
 
 // The recurrences. backends/gated_delta.py and backends/mamba2.py have their equations.
-enum class Recurrence { kDelta, kMamba2 };
+// kChannelDelta is the delta rule with a decay for each channel of a key, and kDelta that with one
+// decay for each value head.
+enum class Recurrence { kDelta, kChannelDelta, kMamba2 };
 
 // The tokens of a large chunk, and of a small one. Large chunks have fewer steps, and small ones
 // fit into the shared memory of every device.
@@ -49,17 +51,21 @@ struct ChunkSizes {
 // is that in shared memory, so that a copy is one run of bytes.
 //
 // The first kernel of the delta rule also writes "wanted", T beta v, to the memory of the results.
-// Both first kernels write zeros to the results of padding. What is said in terms of dt is that of
-// Mamba-2; the delta rule has no such factor.
+// All first kernels write zeros to the results of padding. What is said in terms of dt is that of
+// Mamba-2; the delta rule has no such factor. With a decay for each channel, queries are decayed
+// from the chunk's start, keys to its end, and key_heads are the heads.
 struct ChunkBuffers {
   float* queries;  // [b, key_heads, chunks, chunk, kChunkWidth] in the order of TokenPlace
   float* keys;     // likewise, in the order of KeyPlace
-  float* known;   // [b, heads, chunks, chunk, kChunkWidth] in the order of TokenPlace: -T beta D k;
-                  // null for Mamba-2
-  float* pairs;   // [b, heads, chunks, chunk, chunk] in the order of PairPlace: q_i . D_ij k_j dt_j
-                  // for i >= j
-  float* decays;  // [b, heads, chunks, 2, chunk]: from the chunk's start to each token, and from
-                  // each token to the chunk's end, times dt of the token
+  float* known;  // [b, heads, chunks, chunk, kChunkWidth] in the order of TokenPlace: -T beta D k;
+                 // null for Mamba-2
+  float* pairs;  // [b, heads, chunks, chunk, chunk] in the order of PairPlace: q_i . D_ij k_j dt_j
+                 // for i >= j
+  // [b, heads, chunks, 2, chunk]: from the chunk's start to each token, and from each token to the
+  // chunk's end, times dt of the token. With a decay for each channel, these are the factors of the
+  // lengths of queries and keys instead, and behind those of each chunk are the kChunkWidth decays
+  // over the whole chunk.
+  float* decays;
 };
 
 // The memory that the second kernel reads beside the chunks, and what it writes.
@@ -71,11 +77,22 @@ struct ScanBuffers {
   float* y;                // [b, t, heads, e]
 };
 
+// Whether a recurrence corrects what the state has stored.
+__host__ __device__ constexpr bool Corrects(Recurrence recurrence) {
+  return recurrence != Recurrence::kMamba2;
+}
+
+// Returns the numbers of `decays` for each token of a head. Channels have theirs once in each small
+// chunk.
+constexpr int64_t TokenDecays(Recurrence recurrence) {
+  return recurrence == Recurrence::kChannelDelta ? 2 + kChunkWidth / kSmallChunk : 2;
+}
+
 // Returns the floats between the two kernels for each token of a key head. Rows are padded to whole
 // large chunks.
 constexpr int64_t ChunkFloats(Recurrence recurrence, int64_t shared) {
-  const int64_t known = recurrence == Recurrence::kDelta ? kChunkWidth : 0;
-  return 2 * kChunkWidth + shared * (known + kLargeChunk + 2);
+  const int64_t known = Corrects(recurrence) ? kChunkWidth : 0;
+  return 2 * kChunkWidth + shared * (known + kLargeChunk + TokenDecays(recurrence));
 }
 
 constexpr int64_t ChunkTokens(const ChunkSizes& s) {
@@ -92,7 +109,7 @@ inline ChunkBuffers DivideWorkspace(Recurrence recurrence, const ChunkSizes& s, 
   float* const keys = queries + tokens * kChunkWidth;
   float* const pairs = keys + tokens * kChunkWidth;
   float* const decays = pairs + each * kLargeChunk;
-  float* const known = recurrence == Recurrence::kDelta ? decays + each * 2 : nullptr;
+  float* const known = Corrects(recurrence) ? decays + each * TokenDecays(recurrence) : nullptr;
   return {queries, keys, known, pairs, decays};
 }
 
@@ -134,6 +151,9 @@ __device__ __forceinline__ int PairPlace(int chunk, int token, int unit) {
 cudaError_t LaunchDeltaPrepare(cudaStream_t stream, const DeltaRuleCall& call,
                                const DeltaRuleBuffers& buffers, const ChunkBuffers& chunks,
                                int chunk);
+cudaError_t LaunchChannelDeltaPrepare(cudaStream_t stream, const DeltaRuleCall& call,
+                                      const DeltaRuleBuffers& buffers, const ChunkBuffers& chunks,
+                                      int chunk);
 cudaError_t LaunchMamba2Prepare(cudaStream_t stream, const Mamba2ScanCall& call,
                                 const Mamba2ScanBuffers& buffers, const ChunkBuffers& chunks,
                                 int chunk);

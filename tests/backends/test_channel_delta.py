@@ -1,4 +1,4 @@
-"""Test the delta rule of Kimi delta attention, by chunks and by steps, against its recurrence."""
+"""Test the delta rule with a decay for each channel against its recurrence, token by token."""
 
 import functools
 
@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 from recurrent_rules import check_gradients
 
-from jax_nvfp4_moe.nn.kimi_delta import delta_chunks, delta_step
+from jax_nvfp4_moe.backends.channel_delta import channel_delta_chunks, channel_delta_step
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
-# Batch, heads, key channels, value channels.
-B, N, D, E = 2, 3, 16, 8
+# Batch, key heads, value heads of each, key channels, value channels.
+B, M, R, D, E = 2, 2, 3, 16, 8
 CHUNK = 8
-by_chunks = jax.jit(functools.partial(delta_chunks, chunk=CHUNK))
+by_chunks = jax.jit(functools.partial(channel_delta_chunks, chunk=CHUNK))
 
 
 def case(t, fade=1.0):
     """Return random tokens and a state; `fade` scales the logarithms of the decays."""
     normal = functools.partial(np.random.default_rng(t).standard_normal, dtype=np.float32)
-    q, k = (normal((B, t, N, D)) for _ in range(2))
+    q, k = (normal((B, t, M, D)) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = normal((B, t, N, E))
-    g = -fade * np.log1p(np.exp(3 * normal((B, t, N, D))))
-    beta = 1 / (1 + np.exp(-2 * normal((B, t, N))))
-    return (q, k, v, g, beta), normal((B, N, D, E))
+    v = normal((B, t, M, R, E))
+    g = -fade * np.log1p(np.exp(3 * normal((B, t, M, R, D))))
+    beta = 1 / (1 + np.exp(-2 * normal((B, t, M, R))))
+    return (q, k, v, g, beta), normal((B, M, R, D, E))
 
 
 def recurrence(tokens, state):
@@ -34,16 +34,16 @@ def recurrence(tokens, state):
     state, results = np.asarray(state, np.float64), []
     for i in range(q.shape[1]):
         state = state * np.exp(g[:, i])[..., None]
-        missing = v[:, i] - np.einsum("bnd,bnde->bne", k[:, i], state)
-        state = state + np.einsum("bnd,bn,bne->bnde", k[:, i], beta[:, i], missing)
-        results.append(np.einsum("bnd,bnde->bne", q[:, i], state))
+        missing = v[:, i] - np.einsum("bmd,bmrde->bmre", k[:, i], state)
+        state = state + np.einsum("bmd,bmr,bmre->bmrde", k[:, i], beta[:, i], missing)
+        results.append(np.einsum("bmd,bmrde->bmre", q[:, i], state))
     return np.stack(results, axis=1), state
 
 
 @jax.jit
 def by_steps(tokens, state):
     def body(state, token):
-        y, state = delta_step(*(x[:, None] for x in token), state)
+        y, state = channel_delta_step(*(x[:, None] for x in token), state)
         return state, y[:, 0]
 
     state, y = jax.lax.scan(body, state, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
@@ -84,7 +84,7 @@ def test_a_small_decay_after_large_ones_stays_exact():
     g[:, : CHUNK // 2], g[:, CHUNK // 2 :] = -20000.0, -1e-3
     tokens = (q, k, v, g, beta)
     assert_is_the_recurrence(by_chunks(*tokens, state), tokens, state)
-    total = np.cumsum(g[0, :, 0, 0], dtype=np.float32)
+    total = np.cumsum(g[0, :, 0, 0, 0], dtype=np.float32)
     assert abs(np.exp(total[7] - total[5]) / np.exp(-2e-3) - 1) > 1e-4
 
 
