@@ -36,10 +36,10 @@ ffi::Error CheckStepTypes(const StepOperands& o, DataType* type) {
   return ExpectType("state", o.state.element_type(), ffi::F32);
 }
 
-// `channels` is the number of channels of the convolution, `numbers` that of a row of `projected`,
-// and `outputs` that of a row of y.
-ffi::Error CheckStepDims(const StepOperands& o, int64_t heads, int64_t channels, int64_t numbers,
-                         int64_t outputs) {
+// `biases` is the number of elements of dt_bias, `channels` that of channels of the convolution,
+// `numbers` that of a row of `projected`, and `outputs` that of a row of y.
+ffi::Error CheckStepDims(const StepOperands& o, int64_t heads, int64_t biases, int64_t channels,
+                         int64_t numbers, int64_t outputs) {
   const int64_t b = o.state.dimensions()[0];
   NVFP4_RETURN_IF_ERROR(ExpectRank("conv_weight [c, taps]", o.conv_weight.dimensions(), 2));
   const int64_t taps = o.conv_weight.dimensions()[1];
@@ -50,7 +50,7 @@ ffi::Error CheckStepDims(const StepOperands& o, int64_t heads, int64_t channels,
       ExpectDims("projected [b, 1, n]", o.projected.dimensions(), {b, 1, numbers}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, 1]", o.positions.dimensions(), {b, 1}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("A_log [heads]", o.A_log.dimensions(), {heads}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("dt_bias [heads]", o.dt_bias.dimensions(), {heads}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("dt_bias [biases]", o.dt_bias.dimensions(), {biases}));
   NVFP4_RETURN_IF_ERROR(
       ExpectDims("inputs [b, taps - 1, c]", o.inputs.dimensions(), {b, taps - 1, channels}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, 1, outputs]", o.y.dimensions(), {b, 1, outputs}));
@@ -100,7 +100,7 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
   }
   const int64_t last = apart ? 0 : 2 * m * r;
   NVFP4_RETURN_IF_ERROR(
-      CheckStepDims(operands, m * r, channels, channels + m * r * e + last, m * r * e));
+      CheckStepDims(operands, m * r, m * r, channels, channels + m * r * e + last, m * r * e));
   const DeltaStepCall call = {b,
                               static_cast<int32_t>(m),
                               static_cast<int32_t>(r),
@@ -110,7 +110,9 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
                               type,
                               interleaved,
                               1.0f / std::sqrt(static_cast<float>(d)),
-                              eps};
+                              eps,
+                              /*channel_decays=*/false,
+                              /*lower_bound=*/0.0f};
   const DeltaStepBuffers buffers = {projected.untyped_data(),
                                     Data<int32_t>(positions),
                                     Data<float>(conv_weight),
@@ -118,12 +120,83 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
                                     Data<float>(dt_bias),
                                     Data<float>(norm),
                                     apart ? rates.untyped_data() : nullptr,
+                                    /*decays=*/nullptr,
+                                    /*gates=*/nullptr,
                                     new_inputs->untyped_data(),
                                     static_cast<float*>(new_state->untyped_data()),
                                     y->untyped_data()};
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_inputs", inputs, *new_inputs));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
   return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_delta_step_cuda");
+}
+
+ffi::Error KimiDeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuffer positions,
+                         ffi::AnyBuffer conv_weight, ffi::AnyBuffer A_log, ffi::AnyBuffer dt_bias,
+                         ffi::AnyBuffer norm, ffi::AnyBuffer rates, ffi::AnyBuffer decays,
+                         ffi::AnyBuffer gates, ffi::AnyBuffer inputs, ffi::AnyBuffer state,
+                         ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> new_inputs,
+                         ffi::Result<ffi::AnyBuffer> new_state, float lower_bound, float eps) {
+  const StepOperands operands = {projected, positions, conv_weight, A_log,       dt_bias,   norm,
+                                 inputs,    state,     *y,          *new_inputs, *new_state};
+  DataType type;
+  NVFP4_RETURN_IF_ERROR(CheckStepTypes(operands, &type));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("state [b, n, d, e]", state.dimensions(), 4));
+  const int64_t b = state.dimensions()[0], n = state.dimensions()[1];
+  const int64_t d = state.dimensions()[2], e = state.dimensions()[3];
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("n (state)", n, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("d (state)", d, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("e (state)", e, kStateWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (state)", d, kMaxStateWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (state)", e, kMaxStateWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (state)", n, kMaxExtent));
+  const NamedOperand more[] = {{"rates", rates}, {"decays", decays}, {"gates", gates}};
+  for (const NamedOperand& array : more) {
+    NVFP4_RETURN_IF_ERROR(
+        ExpectType(array.name, array.buffer.element_type(), projected.element_type()));
+    NVFP4_RETURN_IF_ERROR(ExpectAligned({array}, kAlignment));
+  }
+  const bool apart = rates.dimensions().size() != 1;
+  if (apart) {
+    NVFP4_RETURN_IF_ERROR(ExpectDims("rates [b, 1, n]", rates.dimensions(), {b, 1, n}));
+  } else {
+    NVFP4_RETURN_IF_ERROR(ExpectDims("rates [0]", rates.dimensions(), {0}));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectDims("decays [b, 1, n d]", decays.dimensions(), {b, 1, n * d}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("gates [b, 1, n e]", gates.dimensions(), {b, 1, n * e}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("norm [e]", norm.dimensions(), {e}));
+  if (!(lower_bound <= 0.0f)) {
+    return Expected("lower_bound", "at most 0", std::to_string(lower_bound));
+  }
+  const int64_t channels = n * (2 * d + e);
+  NVFP4_RETURN_IF_ERROR(
+      CheckStepDims(operands, n, n * d, channels, channels + (apart ? 0 : n), n * e));
+  const DeltaStepCall call = {b,
+                              static_cast<int32_t>(n),
+                              /*shared=*/1,
+                              static_cast<int32_t>(d),
+                              static_cast<int32_t>(e),
+                              static_cast<int32_t>(conv_weight.dimensions()[1]),
+                              type,
+                              /*interleaved=*/false,
+                              1.0f / std::sqrt(static_cast<float>(d)),
+                              eps,
+                              /*channel_decays=*/true,
+                              lower_bound};
+  const DeltaStepBuffers buffers = {projected.untyped_data(),
+                                    Data<int32_t>(positions),
+                                    Data<float>(conv_weight),
+                                    Data<float>(A_log),
+                                    Data<float>(dt_bias),
+                                    Data<float>(norm),
+                                    apart ? rates.untyped_data() : nullptr,
+                                    decays.untyped_data(),
+                                    gates.untyped_data(),
+                                    new_inputs->untyped_data(),
+                                    static_cast<float*>(new_state->untyped_data()),
+                                    y->untyped_data()};
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_inputs", inputs, *new_inputs));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
+  return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_kimi_delta_step_cuda");
 }
 
 ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
@@ -155,6 +228,8 @@ ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
   if (channel_decays) {
     NVFP4_RETURN_IF_ERROR(ExpectDims("g [b, t, m, 1, d]", g.dimensions(), {b, t, m, 1, d}));
     NVFP4_RETURN_IF_ERROR(ExpectAtMost("r (v), with a decay for each channel", r, 1));
+    NVFP4_RETURN_IF_ERROR(
+        ExpectAtMost("m d (q), with a decay for each channel", m * d, kMaxExtent));
   } else {
     NVFP4_RETURN_IF_ERROR(ExpectDims("g [b, t, m, r]", g.dimensions(), {b, t, m, r}));
   }
@@ -293,7 +368,8 @@ ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuf
   NVFP4_RETURN_IF_ERROR(ExpectDims("D [h]", D.dimensions(), {heads}));
   NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("conv_bias [c]", conv_bias.dimensions(), {channels}));
   NVFP4_RETURN_IF_ERROR(ExpectAligned({{"conv_bias", conv_bias}, {"D", D}}, kAlignment));
-  NVFP4_RETURN_IF_ERROR(CheckStepDims(operands, heads, channels, inner + channels + heads, inner));
+  NVFP4_RETURN_IF_ERROR(
+      CheckStepDims(operands, heads, heads, channels, inner + channels + heads, inner));
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, 4 * b * inner));
   const Mamba2StepCall call = {b,
                                static_cast<int32_t>(heads),
@@ -397,6 +473,27 @@ XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
                            .Attr<float>("eps"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kKimiDeltaStep, KimiDeltaStep,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // projected    [b, 1, m]
+                           .Arg<ffi::AnyBuffer>()  // positions    [b, 1]
+                           .Arg<ffi::AnyBuffer>()  // conv_weight  [c, taps]
+                           .Arg<ffi::AnyBuffer>()  // A_log        [n]
+                           .Arg<ffi::AnyBuffer>()  // dt_bias      [n d]
+                           .Arg<ffi::AnyBuffer>()  // norm         [e]
+                           .Arg<ffi::AnyBuffer>()  // rates        [b, 1, n] or [0]
+                           .Arg<ffi::AnyBuffer>()  // decays       [b, 1, n d]
+                           .Arg<ffi::AnyBuffer>()  // gates        [b, 1, n e]
+                           .Arg<ffi::AnyBuffer>()  // inputs       [b, taps - 1, c]
+                           .Arg<ffi::AnyBuffer>()  // state        [b, n, d, e]
+                           .Ret<ffi::AnyBuffer>()  // y            [b, 1, n e]
+                           .Ret<ffi::AnyBuffer>()  // new_inputs, in the memory of inputs
+                           .Ret<ffi::AnyBuffer>()  // new_state, in the memory of state
+                           .Attr<float>("lower_bound")
+                           .Attr<float>("eps"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kDeltaRule, DeltaRule,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -478,6 +575,7 @@ XLA_FFI_DEFINE_HANDLER(kMamba2Scan, Mamba2Scan,
 std::vector<NamedHandler> RecurrentHandlers() {
   return {
       {"nvfp4_delta_step_cuda", kDeltaStep},
+      {"nvfp4_kimi_delta_step_cuda", kKimiDeltaStep},
       {"nvfp4_mamba2_step_cuda", kMamba2Step},
       {"nvfp4_delta_rule_cuda", kDeltaRule},
       {"nvfp4_mamba2_scan_cuda", kMamba2Scan},

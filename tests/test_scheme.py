@@ -131,7 +131,7 @@ def test_quantizers_are_found(target):
         (CPU, (128, 128), "reference", "needs cuda, got cpu"),
     ],
 )
-@pytest.mark.parametrize("op", ["gated_delta_step", "mamba2_step"])
+@pytest.mark.parametrize("op", ["gated_delta_step", "kimi_delta_step", "mamba2_step"])
 def test_recurrent_steps_are_found(op, target, widths, want, why):
     problem = Problem(op, None, target, head_widths=widths)
     assert choose_backend(problem, BACKENDS).name == want

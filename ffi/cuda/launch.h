@@ -493,28 +493,35 @@ constexpr int64_t kMaxStateWidth = 128, kStateWidthFactor = 4;
 // chunks of this size.
 constexpr int64_t kRecurrenceChunk = 64;
 
-// One token of each of b rows through a gated delta net, without its two projections. The state of
-// a value head is a matrix [d, e].
+// One token of each of b rows through a gated delta net or through Kimi delta attention, without
+// the projections. The state of a value head is a matrix [d, e].
 struct DeltaStepCall {
   int64_t b;
   int32_t key_heads;  // m
-  int32_t shared;     // value heads of a key head, r
+  int32_t shared;     // value heads of a key head, r; 1 with `channel_decays`
   int32_t d, e;       // the width of a key, and of a value; e is a multiple of 4
   int32_t taps;       // of the convolution
   DataType type;      // of projected, inputs and y
   bool interleaved;   // projected has key head after key head
   float scale;        // factor of the queries, d ** -0.5
   float eps;          // of the norm
+  // Kimi delta attention: a decay for each channel of a key, and a sigmoid for the gate.
+  bool channel_decays;
+  float lower_bound;  // smallest logarithm of such a decay, which is negative; 0 for none
 };
 
 struct DeltaStepBuffers {
-  const void* projected;     // [b, 2 m d + m r (2 e + 2)], or 2 m d + 2 m r e with `rates`
+  // [b, 2 m d + m r (2 e + 2)], or 2 m d + 2 m r e with `rates`. Kimi delta attention has neither z
+  // nor steps in it: [b, m (2 d + e + 1)], or m (2 d + e) with `rates`.
+  const void* projected;
   const int32_t* positions;  // [b]; a row at kPaddingPosition or later changes no state
   const float* conv_weight;  // [2 m d + m r e, taps]
   const float* A_log;        // [m r]
-  const float* dt_bias;      // [m r]
+  const float* dt_bias;      // [m r]; [m d] for decays of channels
   const float* norm;         // [e]
-  const void* rates;         // [b, 2 m r]: rates and steps; null if they are in `projected`
+  const void* rates;         // [b, 2 m r]: rates and steps, or [b, m]; null if in `projected`
+  const void* decays;        // [b, m d]: what the decays of channels come from; null for none
+  const void* gates;         // [b, m e]: likewise, the gates
   void* inputs;              // [b, taps - 1, 2 m d + m r e]; in place
   float* state;              // [b, m, r, d, e]; in place
   void* y;                   // [b, m r e]

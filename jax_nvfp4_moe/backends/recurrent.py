@@ -47,6 +47,40 @@ def _lower_delta_step(
     )
 
 
+def _lower_kimi_delta_step(
+    projected,
+    positions,
+    inputs,
+    state,
+    decays,
+    gates,
+    rates=None,
+    *,
+    conv_weight,
+    A_log,
+    dt_bias,
+    norm,
+    lower_bound,
+    eps,
+):
+    """Lower `kimi_delta_step` to its FFI target."""
+    dtype = inputs.dtype
+    rates = jnp.zeros(0, dtype) if rates is None else rates.astype(dtype)
+    apart = (rates, decays.astype(dtype), gates.astype(dtype))
+    weights = (conv_weight, A_log, dt_bias, norm, *apart)
+    outputs = (state.shape[0], 1, state.shape[1] * state.shape[3])
+    call = _call_in_place("nvfp4_kimi_delta_step_cuda", outputs, len(weights), inputs, state, ())
+    return call(
+        projected.astype(dtype),
+        positions,
+        *weights,
+        inputs,
+        state,
+        lower_bound=np.float32(lower_bound or 0.0),
+        eps=np.float32(eps),
+    )
+
+
 def _lower_mamba2_step(
     projected,
     positions,
@@ -94,8 +128,8 @@ def delta_rule_workspace_bytes(
     """Return the bytes that `gated_delta_rule` needs between its two kernels.
 
     Each token of a key head has a key and a query. For each of the `shared` value heads, it has a
-    decayed key, its pairs with the tokens of a chunk, and two decays or other factors. With a decay
-    for each channel, there is also one of each channel for each small chunk. `ChunkWorkspaceBytes` in
+    decayed key, its pairs with the tokens of a chunk, and two decays or other factors. Decays of
+    channels take one more number of each channel for each small chunk. `ChunkWorkspaceBytes` in
     ffi/cuda/recurrent/chunk_tiles.cuh is the same number.
     """
     decays = 2 + (_MOST // _SMALL_CHUNK if channel_decays else 0)
@@ -203,16 +237,20 @@ def _call_in_place(ffi_target, outputs, weights, inputs, state, scratch):
 RECURRENT_CUDA = Backend(
     name="recurrent_cuda",
     can=Capability(
-        ops=frozenset({"gated_delta_step", "mamba2_step"}),
+        ops=frozenset({"gated_delta_step", "kimi_delta_step", "mamba2_step"}),
         devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
         platform="cuda",
         extension="_nvfp4_cuda",
         head_widths=range(_FACTOR, _MOST + 1, _FACTOR),
     ),
     layout=CANONICAL,
-    lower={"gated_delta_step": _lower_delta_step, "mamba2_step": _lower_mamba2_step},
+    lower={
+        "gated_delta_step": _lower_delta_step,
+        "kimi_delta_step": _lower_kimi_delta_step,
+        "mamba2_step": _lower_mamba2_step,
+    },
     status="executed",
-    ffi_targets=("nvfp4_delta_step_cuda", "nvfp4_mamba2_step_cuda"),
+    ffi_targets=("nvfp4_delta_step_cuda", "nvfp4_kimi_delta_step_cuda", "nvfp4_mamba2_step_cuda"),
 )
 
 

@@ -14,6 +14,7 @@ from jax_nvfp4_moe.backends.attention import attend, attend_to_latents
 from jax_nvfp4_moe.backends.convolution import causal_convolution
 from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta, mix_gated_delta
 from jax_nvfp4_moe.backends.heads import gate_heads, prepare_heads
+from jax_nvfp4_moe.backends.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.backends.latents import prepare_latents
 from jax_nvfp4_moe.backends.mamba2 import apply_mamba2, mix_mamba2
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
@@ -280,6 +281,7 @@ REFERENCE = Backend(
                 "gated_delta_rule",
                 "gated_delta_step",
                 "grouped_gemm",
+                "kimi_delta_step",
                 "latent_attention",
                 "mamba2_scan",
                 "mamba2_step",
@@ -310,6 +312,7 @@ REFERENCE = Backend(
         "prepare_latents": prepare_latents,
         "gated_delta_rule": apply_gated_delta,
         "gated_delta_step": mix_gated_delta,
+        "kimi_delta_step": mix_kimi_delta,
         "mamba2_scan": apply_mamba2,
         "mamba2_step": mix_mamba2,
         "quantize_nvfp4": quantize_nvfp4,

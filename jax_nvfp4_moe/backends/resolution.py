@@ -32,6 +32,7 @@ _PLAIN_OPS = frozenset(
         "gate_heads",
         "gated_delta_rule",
         "gated_delta_step",
+        "kimi_delta_step",
         "latent_attention",
         "mamba2_scan",
         "mamba2_step",

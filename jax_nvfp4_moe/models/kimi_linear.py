@@ -179,16 +179,16 @@ _MIXERS = ("model.layers.*.self_attn", "model.layers.*.attention")
 _OUTPUTS = ("o_proj", "dense")  # and of its last linear
 _BIASES = ("gate.e_score_correction_bias", "gate.expert_bias")  # and of the router's bias
 _DELTA = {
-    "qkv.q": "q_proj",
-    "qkv.k": "k_proj",
-    "qkv.v": "v_proj",
-    "rate": "b_proj",
+    "projections.q": "q_proj",
+    "projections.k": "k_proj",
+    "projections.v": "v_proj",
+    "projections.rate": "b_proj",
     "gate_down": "g_a_proj",
     "norm": "o_norm.weight",
-    "conv": "conv1d.weight",
-    "conv_q": "q_conv1d.weight",
-    "conv_k": "k_conv1d.weight",
-    "conv_v": "v_conv1d.weight",
+    "conv.qkv": "conv1d.weight",
+    "conv.q": "q_conv1d.weight",
+    "conv.k": "k_conv1d.weight",
+    "conv.v": "v_conv1d.weight",
 }
 # transformers 5 keeps these one module deeper in memory, and so do ModelOpt's files.
 _FORGET = {"decay_down": "f_a_proj", "A_log": "A_log", "dt_bias": "dt_bias"}

@@ -206,6 +206,33 @@ class Builder:
 
         return self._note(path, {"": source}, construct, {"": spec})
 
+    def merged_variable(
+        self, path: str, rows: Mapping[str, int], shape: Sequence[int], *, dtype: Any = None
+    ) -> Any:
+        """Make one variable with the rows of several unquantized arrays.
+
+        Args:
+          path: path of the variable. The path of one of the arrays is ``path.name``.
+          rows: name of each array -> its number of rows in one shard.
+          shape: shape of a row.
+          dtype: dtype of the value. None takes the model's dtype.
+        """
+        specs = {name: self._spec(f"{path}.{name}") for name in rows}
+        sources = {
+            name: self._table.array(
+                self.key(f"{path}.{name}"), _whole((n, *shape), specs[name]), dtype=dtype
+            )
+            for name, n in rows.items()
+        }
+
+        def construct(values):
+            made = nnx.Param(jnp.concatenate([values[name] for name in rows]))
+            found = [specs[name] and specs[name].layout(n, self.shards) for name, n in rows.items()]
+            mark(made, join_layouts(found, list(rows.values())))
+            return made
+
+        return self._note(path, sources, construct, specs)
+
     def norm(self, path: str, width: int, eps: float, *, centered: bool = False) -> RMSNorm:
         """Make an RMS norm.
 

@@ -17,20 +17,17 @@ import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.channel_delta import channel_delta_step
-from jax_nvfp4_moe.backends.delta_chunks import normalize_queries_and_keys
-from jax_nvfp4_moe.backends.padding import count_present
+from jax_nvfp4_moe.backends.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.merged_linear import MergedLinear
 from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
+from jax_nvfp4_moe.ops.recurrent import kimi_delta_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -68,12 +65,7 @@ class KimiDeltaSizes:
 
 
 class KimiDelta(HeadParallel):
-    """Linears, a causal convolution, the delta rule, and a norm gated by ``sigmoid``.
-
-    Attributes:
-      one_convolution: static; whether one variable holds the weights of the convolution for
-        queries, keys and values. The file decides: it has one tensor for all three, or three.
-    """
+    """Linears, a causal convolution, the delta rule, and a norm gated by ``sigmoid``."""
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2, "state": 1}
 
@@ -82,8 +74,8 @@ class KimiDelta(HeadParallel):
         h, n, d = sizes.hidden, sizes.channels, sizes.head_dim
         self.sizes, self.dtype = sizes, jnp.dtype(make.settings.dtype)
         self.target = make.settings.target
-        self.qkv = make.merged_linear(f"{path}.qkv", h, {"q": n, "k": n, "v": n})
-        self.rate = make.linear(f"{path}.rate", sizes.heads, h)
+        rows = {"q": n, "k": n, "v": n, "rate": sizes.heads}
+        self.projections = make.merged_linear(f"{path}.projections", h, rows)
         inner = d if sizes.low_rank else h
         self.decay_down = make.linear(f"{path}.decay_down", d, h) if sizes.low_rank else None
         self.decay_up = make.linear(f"{path}.decay_up", n, inner)
@@ -91,16 +83,16 @@ class KimiDelta(HeadParallel):
         self.gate_up = make.linear(f"{path}.gate_up", n, inner)
         self.out_proj = make.linear(f"{path}.out_proj", h, n)
 
+        # The file has one tensor for queries, keys and values, or three.
+        whole = make.has(f"{path}.conv.qkv")
+        rows = {"qkv": 3 * n} if whole else {"q": n, "k": n, "v": n}
+        self.conv = make.merged_variable(
+            f"{path}.conv", rows, (1, sizes.conv_size), dtype=jnp.float32
+        )
+
         def variable(name, *shape, stored=None):
             return make.variable(f"{path}.{name}", shape, dtype=jnp.float32, stored=stored)
 
-        self.one_convolution = make.has(f"{path}.conv")
-        if self.one_convolution:
-            self.conv = variable("conv", 3 * n, 1, sizes.conv_size)
-        else:
-            self.conv_q, self.conv_k, self.conv_v = (
-                variable(f"conv_{name}", n, 1, sizes.conv_size) for name in "qkv"
-            )
         self.A_log = variable("A_log", sizes.heads, stored=sizes.rate_shape)
         self.dt_bias = variable("dt_bias", n)
         self.norm = variable("norm", d)
@@ -121,63 +113,45 @@ class KimiDelta(HeadParallel):
         Tokens whose position is `PADDING` or larger are padding. Padding stands behind all other
         tokens of its row and does not change the entries.
         """
-        sizes, (b, t) = self.sizes, positions.shape
+        b, t = positions.shape
         old = self.empty_cache(b, 0) if entries is None else entries
-        present = positions < PADDING
-        qkv, decays, rate = (
-            spread(part, positions) for part in (self.qkv(x), self._log_decays(x), self.rate(x))
-        )
-        parts, inputs = causal_convolution(
-            qkv.astype(old["inputs"].dtype),
-            positions,
-            old["inputs"],
-            weight=self._conv_weight(),
-            widths=(sizes.channels,) * 3,
-            target=self.target,
-        )
-        heads = (b, t, sizes.heads, sizes.head_dim)
-        q, k, v = (part.reshape(heads) for part in parts)
-        # Padding gets a decay of 1 and a rate of 0, which do not change the state.
-        g = jnp.where(present[..., None, None], decays.reshape(heads), 0)
-        beta = jnp.where(present[..., None], jax.nn.sigmoid(rate.astype(jnp.float32)), 0)
-        # A key head of the rule serves one value head.
-        operands = q, k, v[..., None, :], g[..., None, :], beta[..., None], old["state"][:, :, None]
+        projected, rates = self._project(x, positions)
+        decays = spread(_project_twice(self.decay_down, self.decay_up, x), positions)
+        gates = spread(_project_twice(self.gate_down, self.gate_up, x), positions)
+        weights = {
+            "conv_weight": self.conv.get_value()[:, 0],
+            "A_log": self.A_log.get_value(),
+            "dt_bias": self.dt_bias.get_value(),
+            "norm": self.norm.get_value(),
+        }
+        options = {"lower_bound": self.sizes.lower_bound, "eps": self.sizes.eps}
         if t == 1:
-            y, state = channel_delta_step(*normalize_queries_and_keys(q, k), *operands[2:])
+            tokens = projected, decays, gates, positions, old["inputs"], old["state"]
+            step = functools.partial(kimi_delta_step, target=self.target)
+            y, inputs, state = step(*tokens, rates=rates, **weights, **options)
         else:
-            rule = functools.partial(gated_delta_rule, dtype=self.dtype, target=self.target)
-            y, state = rule(*operands, lengths=count_present(present), normalize=True)
-        y, state = pack_like(y[..., 0, :], positions, x), state[:, :, 0]
-        y = self._gated_norm(y, _project(self.gate_down, self.gate_up, x))
-        y = self.out_proj(y.reshape(*x.shape[:2], -1))
+            tokens = projected, positions, old["inputs"], old["state"], decays, gates, rates
+            rule = functools.partial(
+                gated_delta_rule, normalize=True, dtype=self.dtype, target=self.target
+            )
+            convolution = functools.partial(causal_convolution, target=self.target)
+            options |= {"rule": rule, "convolution": convolution}
+            y, inputs, state = mix_kimi_delta(*tokens, **weights, **options)
+        y = self.out_proj(pack_like(y, positions, x))
         return y, None if entries is None else {"inputs": inputs, "state": state}
 
-    def _conv_weight(self):
-        """Return the weights of the convolution ``[3 n, conv_size]``: queries, keys, values."""
-        if self.one_convolution:
-            return self.conv.get_value()[:, 0]
-        parts = (self.conv_q, self.conv_k, self.conv_v)
-        return jnp.concatenate([part.get_value()[:, 0] for part in parts])
+    def _project(self, x, positions):
+        """Return queries, keys, values and rates, and the rates again if they come apart, or None.
 
-    def _log_decays(self, x):
-        """Return the logarithm of the decay of each channel, ``[b, t, n]``."""
-        sizes = self.sizes
-        given = _project(self.decay_down, self.decay_up, x).astype(jnp.float32)
-        given = given + self.dt_bias.get_value()[None, None]
-        rate = jnp.repeat(jnp.exp(self.A_log.get_value()), sizes.head_dim)[None, None]
-        if sizes.lower_bound is not None:
-            return sizes.lower_bound * jax.nn.sigmoid(rate * given)
-        return -rate * jax.nn.softplus(given)
-
-    def _gated_norm(self, y, gate):
-        """Return ``norm(y) * sigmoid(gate)``, where each head is normalized on its own."""
-        mean = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-        normal = self.norm.get_value()[None, None, None] * (y * lax.rsqrt(mean + self.sizes.eps))
-        gate = jax.nn.sigmoid(gate.astype(jnp.float32).reshape(y.shape))
-        return (normal * gate).astype(self.dtype)
+        To join the results of two products would take a kernel in each step.
+        """
+        whole = self.projections  # a user may have wrapped it, for example in nnx.LoRA
+        if isinstance(whole, MergedLinear) and whole.names[1:] == ("rate",):
+            return tuple(spread(part, positions) for part in whole.apart(x))
+        return spread(whole(x), positions), None
 
 
-def _project(down, up, x):
+def _project_twice(down, up, x):
     """Return ``up(down(x))``, or ``up(x)`` if `down` is None."""
     return up(x if down is None else down(x))
 
@@ -194,7 +168,6 @@ def build_kimi_delta(sizes: KimiDeltaSizes, path: str, make: Builder):
     if sizes.heads % shards:
         reason = f"{sizes.heads} heads cannot be divided into {shards} equal parts"
     by_heads = ("q", "k", "v", "rate", "decay_up", "gate_up", "A_log", "dt_bias")
-    by_heads += ("conv_q", "conv_k", "conv_v")
     return divide(
         make,
         lambda make, sizes: KimiDelta(sizes, make, path),
@@ -202,7 +175,7 @@ def build_kimi_delta(sizes: KimiDeltaSizes, path: str, make: Builder):
         dataclasses.replace(sizes, heads=sizes.heads // shards),
         specs={
             **dict.fromkeys(by_heads, ShardSpec("rows", shards)),
-            "conv": ShardSpec("rows", shards, (n, n, n)),
+            "conv.qkv": ShardSpec("rows", shards, (n, n, n)),
             "out_proj": ShardSpec("columns", shards),
         },
         last=f"{path}.out_proj",

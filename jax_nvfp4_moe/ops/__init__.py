@@ -13,7 +13,7 @@ from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.ops.products import grouped_gemm, linear
 from jax_nvfp4_moe.ops.quantize import quantize_nvfp4
-from jax_nvfp4_moe.ops.recurrent import gated_delta_step, mamba2_step
+from jax_nvfp4_moe.ops.recurrent import gated_delta_step, kimi_delta_step, mamba2_step
 from jax_nvfp4_moe.ops.routing import route
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_step",
     "grouped_gemm",
+    "kimi_delta_step",
     "linear",
     "mamba2_scan",
     "mamba2_step",

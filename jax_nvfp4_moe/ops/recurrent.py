@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
+from jax_nvfp4_moe.backends.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
@@ -120,6 +121,119 @@ def gated_delta_step(
     tokens = (projected, positions.astype(jnp.int32), inputs, state, rates)
     how = target or Target.current(), backend, (d, e)
     return _run("gated_delta_step", mix_gated_delta, tokens, weights, options, how)
+
+
+def kimi_delta_step(
+    projected: Float[Array, "b 1 m"],
+    decays: Float[Array, "b 1 nd"],
+    gates: Float[Array, "b 1 ne"],
+    positions: Int[Array, "b 1"],
+    inputs: Float[Array, "b taps-1 c"],
+    state: Float[Array, "b n d e"],
+    *,
+    conv_weight: Float[Array, "c taps"],
+    A_log: Float[Array, " n"],
+    dt_bias: Float[Array, " nd"],
+    norm: Float[Array, " e"],
+    rates: Float[Array, "b 1 n"] | None = None,
+    lower_bound: float | None = None,
+    eps: float = 1e-5,
+    target: Target | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "b 1 ne"], Float[Array, "b taps-1 c"], Float[Array, "b n d e"]]:
+    """Decode one token of each row with Kimi delta attention, without its projections.
+
+    Each channel of the keys has a decay of its own::
+
+      q, k, v = silu(convolve(qkv))
+      q, k = q / |q| / sqrt(d), k / |k|
+      a, beta = exp(-exp(A_log) * softplus(decays + dt_bias)), sigmoid(rate)
+      S = diag(a) S + k (beta (v - k.T diag(a) S))
+      y = norm(q.T S) * sigmoid(gates)
+
+    With a `lower_bound`, ``a = exp(lower_bound * sigmoid(exp(A_log) * (decays + dt_bias)))``. All
+    of it is computed in float32. Under `jax.jit`, the new `inputs` and `state` take the memory of
+    the old ones if those are donated or carried by a loop.
+
+    Args:
+      projected: the projected token of each of b rows, ``[b, 1, m]``, bfloat16, float16 or float32:
+        q, k and v of n heads, and one rate for each head, ``m = n (2 d + e + 1)``.
+      decays: what the decays come from, ``[b, 1, n d]`` in the dtype of `projected`.
+      gates: gates of the results, ``[b, 1, n e]`` in the dtype of `projected`.
+      positions: position of each token, integers ``[b, 1]``. A token at position 2**30 or after it
+        is padding: it changes neither `inputs` nor `state`, and its result is undefined.
+      inputs: last inputs of the convolution, ``[b, taps - 1, c]``, the oldest first, where
+        ``c = n (2 d + e)`` counts all q, then all k, then all v. Zeros before the first token.
+      state: state of each head, float32 ``[b, n, d, e]``. Zeros before the first token.
+      conv_weight: weights of the convolution, float32 ``[c, taps]``. The last one of a channel
+        multiplies the newest input.
+      A_log: logarithm of the rate of decay, float32 ``[n]``.
+      dt_bias: bias of the decays, float32 ``[n d]``.
+      norm: weight of the norm, float32 ``[e]``.
+      rates: the rates ``[b, 1, n]`` in the dtype of `projected`, if another product made them.
+        `projected` then ends after v. None (default) if they are in `projected`.
+      lower_bound: smallest logarithm of a decay, a negative number. None (default) for none.
+      eps: epsilon of the norm, 1e-5 by default.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+
+    Returns:
+      A tuple ``(y, inputs, state)``: y ``[b, 1, n e]`` in the dtype of `inputs`, and the new
+      `inputs` and `state`. Gradients flow to all float arrays, in plain XLA.
+
+    Raises:
+      ValueError: if a shape or dtype does not fit the others, or `lower_bound` is not negative.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> state = jnp.zeros((1, 2, 16, 8))  # 2 heads: 80 channels, and 2 rates
+      >>> y, inputs, state = nvfp4.ops.kimi_delta_step(
+      ...     jnp.ones((1, 1, 82)), jnp.ones((1, 1, 32)), jnp.ones((1, 1, 16)), jnp.array([[0]]),
+      ...     jnp.zeros((1, 3, 80)), state, conv_weight=jnp.ones((80, 4)), A_log=jnp.zeros(2),
+      ...     dt_bias=jnp.zeros(32), norm=jnp.ones(8),
+      ... )
+      >>> y.shape, inputs.shape
+      ((1, 1, 16), (1, 3, 80))
+
+    Source:
+      arXiv:2510.26692; `modeling_kimi_linear` of transformers for the details.
+    """
+    if state.ndim != 4:
+        raise ValueError(f"state: expected shape [b, n, d, e], got {state.shape}")
+    b, n, d, e = state.shape
+    channels, taps = n * (2 * d + e), conv_weight.shape[-1]
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound: expected a negative number or None, got {lower_bound}")
+    _check_floats({"projected": projected, "inputs": inputs})
+    parts = {"decays": (decays, (b, 1, n * d)), "gates": (gates, (b, 1, n * e))}
+    if rates is not None:
+        parts["rates"] = rates, (b, 1, n)
+    for name, (array, shape) in parts.items():
+        if (array.shape, array.dtype) != (shape, projected.dtype):
+            raise ValueError(
+                f"{name}: expected {projected.dtype.name} {shape}, got {array.dtype.name} "
+                f"{array.shape}"
+            )
+    _check_shapes(
+        {
+            "projected": (projected, (b, 1, channels + (n if rates is None else 0))),
+            "positions": (positions, (b, 1)),
+            "inputs": (inputs, (b, taps - 1, channels)),
+            "conv_weight": (conv_weight, (channels, taps)),
+            "A_log": (A_log, (n,)),
+            "dt_bias": (dt_bias, (n * d,)),
+            "norm": (norm, (e,)),
+        }
+    )
+    weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias, "norm": norm}
+    options = {"lower_bound": lower_bound, "eps": eps}
+    tokens = (projected, positions.astype(jnp.int32), inputs, state, decays, gates, rates)
+    how = target or Target.current(), backend, (d, e)
+    return _run("kimi_delta_step", mix_kimi_delta, tokens, weights, options, how)
 
 
 def mamba2_step(

@@ -483,15 +483,15 @@ void sines(int64_t count, const float* angles, float* sine, float* cosine) {
   }
 }
 
-// The operands are projected, positions, conv_weight, A_log, dt_bias, norm, rates or null, y,
-// inputs, state.
+// The operands are projected, positions, conv_weight, A_log, dt_bias, norm, rates or null, decays
+// or null, gates or null, y, inputs, state.
 int delta_step(const DeltaStepCall* call, void* const* operands) {
   return LaunchDeltaStep(
       nullptr, *call,
       {operands[0], static_cast<const int32_t*>(operands[1]),
        static_cast<const float*>(operands[2]), static_cast<const float*>(operands[3]),
        static_cast<const float*>(operands[4]), static_cast<const float*>(operands[5]), operands[6],
-       operands[8], static_cast<float*>(operands[9]), operands[7]});
+       operands[7], operands[8], operands[10], static_cast<float*>(operands[11]), operands[9]});
 }
 
 // The operands are x, positions, weight, bias or null, y of three parts, inputs.

@@ -5,7 +5,14 @@ import functools
 import pytest
 import recurrent_emulation
 from axes import axis
-from recurrent_suite import DELTA_CASES, MAMBA_CASES, DeltaStepSuite, Mamba2StepSuite
+from recurrent_suite import (
+    DELTA_CASES,
+    KIMI_CASES,
+    MAMBA_CASES,
+    DeltaStepSuite,
+    KimiStepSuite,
+    Mamba2StepSuite,
+)
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -17,6 +24,15 @@ class TestDeltaStep(DeltaStepSuite):
     @pytest.fixture
     def run(self, library):
         return functools.partial(recurrent_emulation.gated_delta_step, library)
+
+
+class TestKimiStep(KimiStepSuite):
+    case = axis(*KIMI_CASES)
+    dtype = axis("bfloat16", "float16", "float32")
+
+    @pytest.fixture
+    def run(self, library):
+        return functools.partial(recurrent_emulation.kimi_delta_step, library)
 
 
 class TestMamba2Step(Mamba2StepSuite):

@@ -11,10 +11,13 @@ from axes import axis
 from gradients import gradients
 from recurrent_suite import (
     DELTA_CASES,
+    KIMI_CASES,
     MAMBA_CASES,
     DeltaStepSuite,
+    KimiStepSuite,
     Mamba2StepSuite,
     make_delta,
+    make_kimi,
     make_mamba,
 )
 
@@ -23,6 +26,7 @@ from jax_nvfp4_moe import ops
 pytestmark = pytest.mark.gpu
 
 delta_step = functools.partial(ops.gated_delta_step, backend="recurrent_cuda")
+kimi_step = functools.partial(ops.kimi_delta_step, backend="recurrent_cuda")
 mamba2_step = functools.partial(ops.mamba2_step, backend="recurrent_cuda")
 
 
@@ -33,6 +37,15 @@ class TestDeltaStep(DeltaStepSuite):
     @pytest.fixture
     def run(self):
         return jax.jit(delta_step, static_argnames=("interleaved", "eps"))
+
+
+class TestKimiStep(KimiStepSuite):
+    case = axis(*KIMI_CASES)
+    dtype = axis("bfloat16", "float16", "float32")
+
+    @pytest.fixture
+    def run(self):
+        return jax.jit(kimi_step, static_argnames=("lower_bound", "eps"))
 
 
 class TestMamba2Step(Mamba2StepSuite):
@@ -52,6 +65,20 @@ def delta_call(case):
     return tokens, functools.partial(delta_step, **weights, interleaved=interleaved)
 
 
+def kimi_call(case):
+    """Return the tokens of a case, and the step as a function of them."""
+    tokens, weights = make_kimi(case, np.dtype("bfloat16"))
+    apart = {name: weights.pop(name) for name in ("decays", "gates", "rates")}
+
+    def step(projected, positions, inputs, state):
+        rows = len(positions) // len(tokens[1])
+        own = {k: x if x is None else jnp.concatenate([x] * rows) for k, x in apart.items()}
+        own |= {"positions": positions, "inputs": inputs, "state": state}
+        return kimi_step(projected, **own, **weights, lower_bound=KIMI_CASES[case].lower_bound)
+
+    return tokens, step
+
+
 def mamba_call(case):
     """Return the tokens of a case, and the step as a function of them."""
     tokens, weights = make_mamba(case, np.dtype("bfloat16"))
@@ -60,6 +87,7 @@ def mamba_call(case):
 
 CALLS = [
     *(pytest.param(delta_call, case, id=f"delta {case}") for case in DELTA_CASES),
+    *(pytest.param(kimi_call, case, id=f"kimi {case}") for case in KIMI_CASES),
     *(pytest.param(mamba_call, case, id=f"mamba2 {case}") for case in MAMBA_CASES),
 ]
 
@@ -145,6 +173,41 @@ def test_kernel_names_a_wrong_operand(name, wrong, message):
     call = jax.ffi.ffi_call("nvfp4_delta_step_cuda", outputs, input_output_aliases={7: 1, 8: 2})
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
         jax.block_until_ready(call(*operands, interleaved=True, eps=np.float32(1e-6)))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("projected", jnp.zeros((2, 1, 122)), r"projected \[b, 1, n\]: expected \[2, 1, 123\]"),
+        ("dt_bias", jnp.zeros(3), r"dt_bias \[biases\]: expected \[48\]"),
+        ("rates", jnp.zeros((2, 1, 6)), r"rates \[b, 1, n\]: expected \[2, 1, 3\]"),
+        ("rates", jnp.zeros((2, 1, 3)), r"projected \[b, 1, n\]: expected \[2, 1, 120\]"),
+        ("decays", jnp.zeros((2, 1, 24)), r"decays \[b, 1, n d\]: expected \[2, 1, 48\]"),
+        ("gates", jnp.zeros((2, 1, 48)), r"gates \[b, 1, n e\]: expected \[2, 1, 24\]"),
+        ("gates", jnp.zeros((2, 1, 24), jnp.bfloat16), "gates: expected float32, got bfloat16"),
+        ("state", jnp.zeros((2, 3, 132, 8)), r"d \(state\): expected at most 128, got 132"),
+        ("state", jnp.zeros((2, 3, 16, 6)), r"e \(state\): expected a positive multiple of 4"),
+        ("lower_bound", np.float32(1), "lower_bound: expected at most 0, got 1.0"),
+        ("lower_bound", np.float32(np.nan), "lower_bound: expected at most 0, got nan"),
+    ],
+)
+def test_kernel_names_a_wrong_operand_of_kimi(name, wrong, message):
+    cuda_calls.register()
+    tokens, weights = make_kimi("three heads", np.dtype("float32"))
+    names = ("projected", "positions", "inputs", "state")
+    given = dict(zip(names, tokens, strict=True)) | weights
+    given |= {"rates": np.zeros(0, np.float32), "lower_bound": np.float32(0), name: wrong}
+    names = ("projected", "positions", "conv_weight", "A_log", "dt_bias", "norm")
+    names += ("rates", "decays", "gates", "inputs", "state")
+    operands = [jnp.asarray(given[name]) for name in names]
+    shapes = ((2, 1, 24), operands[9].shape, operands[10].shape)
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    call = jax.ffi.ffi_call(
+        "nvfp4_kimi_delta_step_cuda", outputs, input_output_aliases={9: 1, 10: 2}
+    )
+    attributes = {"lower_bound": given["lower_bound"], "eps": np.float32(1e-5)}
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
+        jax.block_until_ready(call(*operands, **attributes))
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,11 @@ def test_hopper_attention_computes_the_softmax_beside_products(listing, sizes):
 def test_a_delta_step_requests_its_state_before_it_waits(listing, arch):
     """The 16 vectors of a thread are requested before the barrier that ends the convolution.
 
-    There is one kernel for full widths and one for others, for each of three dtypes.
+    There is one kernel for full widths and one for others, for each of three dtypes, and these six
+    again for decays of channels.
     """
     steps = kernels(listing, arch, "9DeltaStepI")
-    assert len(steps) == 6
+    assert len(steps) == 12
     for name, instructions in steps.items():
         loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
         assert len(loads) == 16, name
@@ -205,7 +206,7 @@ def test_a_norm_requests_all_that_it_sums_at_once(listing, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("recurrence", "products"), [(0, 3), (1, 2)])
+@pytest.mark.parametrize(("recurrence", "products"), [(0, 3), (1, 3), (2, 2)])
 def test_recurrences_leave_out_pairs_with_later_tokens(code, arch, recurrence, products):
     """Chunks of 32 and of 64 tokens: products with keys and queries, and half the pairs.
 
@@ -222,7 +223,7 @@ def test_recurrences_leave_out_pairs_with_later_tokens(code, arch, recurrence, p
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", ["12DeltaPrepareI", "13Mamba2PrepareI"])
+@pytest.mark.parametrize("name", ["12DeltaPrepareI", "19ChannelDeltaPrepareI", "13Mamba2PrepareI"])
 def test_recurrences_prepare_chunks_in_registers(code, arch, name):
     found = kernels(code, arch, name)
     assert len(found) == 2  # sizes of a chunk

@@ -12,8 +12,10 @@ from recurrent_suite import (
     DELTA_CASES,
     MAMBA_CASES,
     DeltaStepSuite,
+    KimiStepSuite,
     Mamba2StepSuite,
     make_delta,
+    make_kimi,
     make_mamba,
 )
 
@@ -39,6 +41,10 @@ delta_step = jax.jit(
     functools.partial(ops.gated_delta_step, target=Target("cpu")),
     static_argnames=("interleaved", "eps"),
 )
+kimi_step = jax.jit(
+    functools.partial(ops.kimi_delta_step, target=Target("cpu")),
+    static_argnames=("lower_bound", "eps"),
+)
 mamba2_step = jax.jit(
     functools.partial(ops.mamba2_step, target=Target("cpu")),
     static_argnames=("activation", "step_limits", "eps"),
@@ -52,6 +58,15 @@ class TestDeltaStep(DeltaStepSuite):
     @pytest.fixture
     def run(self):
         return delta_step
+
+
+class TestKimiStep(KimiStepSuite):
+    case = axis("three heads", "no past", "a long past, rates apart", "wide keys")
+    dtype = axis("bfloat16", "float32")
+
+    @pytest.fixture
+    def run(self):
+        return kimi_step
 
 
 class TestMamba2Step(Mamba2StepSuite):
@@ -68,13 +83,19 @@ def lowered(op, target):
     if op == "delta":
         tokens, weights = operands("full widths", "bfloat16")
         step = functools.partial(ops.gated_delta_step, **weights, target=target)
+    elif op == "kimi_delta":
+        tokens, weights = make_kimi("full widths", jnp.dtype("bfloat16"))
+        call = functools.partial(ops.kimi_delta_step, **weights, target=target)
+
+        def step(projected, positions, inputs, state):
+            return call(projected, positions=positions, inputs=inputs, state=state)
     else:
         tokens, weights = make_mamba("usual sizes", jnp.dtype("bfloat16"))
         step = functools.partial(ops.mamba2_step, **weights, target=target)
     return jax.jit(step, donate_argnums=(2, 3)).trace(*tokens).lower().as_text()
 
 
-@pytest.mark.parametrize("op", ["delta", "mamba2"])
+@pytest.mark.parametrize("op", ["delta", "kimi_delta", "mamba2"])
 def test_the_kernel_takes_the_joined_projection_and_writes_in_place(op):
     text = lowered(op, HOPPER)
     assert re.findall(r"custom_call @(\S+?)\(", text) == [f"nvfp4_{op}_step_cuda"]
@@ -118,6 +139,28 @@ def test_a_wrong_operand_is_named(name, wrong, message):
     given = dict(zip(names, tokens, strict=True)) | weights
     with pytest.raises(ValueError, match=message):
         ops.gated_delta_step(**(given | {name: wrong}))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("state", zeros((2, 3, 1, 16, 8)), r"state: expected shape \[b, n, d, e\]"),
+        ("projected", zeros((2, 1, 122)), r"projected: expected shape \(2, 1, 123\), got"),
+        ("decays", zeros((2, 1, 47)), r"decays: expected float32 \(2, 1, 48\), got"),
+        ("gates", np.zeros((2, 1, 24), np.float16), r"gates: expected float32 \(2, 1, 24\), got f"),
+        ("rates", zeros((2, 1, 2)), r"rates: expected float32 \(2, 1, 3\), got"),
+        ("rates", zeros((2, 1, 3)), r"projected: expected shape \(2, 1, 120\), got"),
+        ("A_log", zeros(4), r"A_log: expected shape \(3,\)"),
+        ("dt_bias", zeros(3), r"dt_bias: expected shape \(48,\)"),
+        ("lower_bound", 0.0, "lower_bound: expected a negative number or None, got 0.0"),
+    ],
+)
+def test_a_wrong_operand_of_kimi_is_named(name, wrong, message):
+    tokens, weights = make_kimi("three heads", np.dtype("float32"))
+    names = ("projected", "positions", "inputs", "state")
+    given = dict(zip(names, tokens, strict=True)) | weights
+    with pytest.raises(ValueError, match=message):
+        ops.kimi_delta_step(**(given | {name: wrong}))
 
 
 def test_a_state_that_the_kernel_does_not_hold_runs_on_the_reference():

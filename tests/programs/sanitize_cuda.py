@@ -25,7 +25,7 @@ import numpy as np
 from attention_suite import CASES as ATTENTION
 from attention_suite import make as make_attention
 from convolution_suite import CONVOLUTIONS, make_convolution
-from delta_rule_suite import DELTA, RULE_CASES, make_rule
+from delta_rule_suite import CHANNEL_DELTA, DELTA, RULE_CASES
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
 from fp8_attention_suite import FP8_CASES as FP8_ATTENTION
@@ -38,7 +38,15 @@ from latents_suite import CASES as LATENTS
 from latents_suite import PAIRS as LATENT_PAIRS
 from latents_suite import make as make_latents
 from mamba2_scan_suite import MAMBA2, SCAN_CASES, make_scan
-from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba, take_rates
+from recurrent_suite import (
+    DELTA_CASES,
+    KIMI_CASES,
+    MAMBA_CASES,
+    make_delta,
+    make_kimi,
+    make_mamba,
+    take_rates,
+)
 from shared_expert_block import HIDDEN, make_layer, run_layers
 
 from jax_nvfp4_moe import Target, ops
@@ -352,6 +360,13 @@ def run_recurrent_step(dtype):
         results = ops.gated_delta_step(*map(jnp.asarray, tokens), **weights, **options)
         for part, result in zip(("y", "inputs", "state"), results, strict=True):
             check(f"delta {np.dtype(dtype)} {name} {part}", result)
+    for name, case in KIMI_CASES.items():
+        (projected, *rest), weights = make_kimi(name, np.dtype(dtype))
+        own = dict(zip(("positions", "inputs", "state"), map(jnp.asarray, rest), strict=True))
+        options = {"lower_bound": case.lower_bound, "backend": "recurrent_cuda"}
+        results = ops.kimi_delta_step(jnp.asarray(projected), **own, **weights, **options)
+        for part, result in zip(("y", "inputs", "state"), results, strict=True):
+            check(f"kimi {np.dtype(dtype)} {name} {part}", result)
     for name, case in MAMBA_CASES.items():
         tokens, weights = make_mamba(name, np.dtype(dtype))
         options = case.options | {"backend": "recurrent_cuda"}
@@ -361,12 +376,13 @@ def run_recurrent_step(dtype):
 
 
 def run_delta_rules():
-    """Apply the delta rule to prompts."""
-    for name in RULE_CASES:
-        operands, lengths = map(jnp.asarray, make_rule(name)), DELTA.lengths(name)
+    """Apply the delta rule to prompts, with a decay for each head and for each channel."""
+    for recurrence, name in itertools.product((DELTA, CHANNEL_DELTA), RULE_CASES):
+        operands, lengths = map(jnp.asarray, recurrence.make(name)), recurrence.lengths(name)
         results = ops.gated_delta_rule(*operands, lengths=lengths, backend="delta_rule_cuda")
+        kind = "channel decays, " if recurrence is CHANNEL_DELTA else ""
         for part, result in zip(("y", "state"), results, strict=True):
-            check(f"delta rule {name} {part}", result)
+            check(f"delta rule {kind}{name} {part}", result)
 
 
 def run_mamba2_scans():

@@ -48,6 +48,8 @@ SIGNATURES = {
     "dtype=bfloat16, target=None, backend=None",
     "ops.gated_delta_step": "projected, positions, inputs, state, *, conv_weight, A_log, dt_bias, "
     "norm, rates=None, interleaved=False, eps=1e-06, target=None, backend=None",
+    "ops.kimi_delta_step": "projected, decays, gates, positions, inputs, state, *, conv_weight, "
+    "A_log, dt_bias, norm, rates=None, lower_bound=None, eps=1e-05, target=None, backend=None",
     "ops.mamba2_scan": "x, dt, a, B, C, D, state, *, lengths=None, dtype=bfloat16, target=None, "
     "backend=None",
     "ops.mamba2_step": "projected, positions, inputs, state, *, conv_weight, conv_bias=None, "

@@ -22,6 +22,8 @@ class _DeltaStepCall(ctypes.Structure):
         ("interleaved", ctypes.c_bool),
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
+        ("channel_decays", ctypes.c_bool),
+        ("lower_bound", ctypes.c_float),
     ]
 
 
@@ -140,11 +142,41 @@ def gated_delta_step(library, *tokens, interleaved, eps, rates=None, **weights):
     projected, positions, inputs, state = tokens
     b, m, r, d, e = state.shape
     sizes = b, m, r, d, e, weights["conv_weight"].shape[1]
-    call = _DeltaStepCall(*sizes, _TYPES[inputs.dtype.name], interleaved, d**-0.5, eps)
+    call = _DeltaStepCall(*sizes, _TYPES[inputs.dtype.name], interleaved, d**-0.5, eps, False, 0.0)
+    return _delta_step(
+        library, call, (projected, positions, rates, None, None), inputs, state, weights
+    )
+
+
+def kimi_delta_step(
+    library,
+    projected,
+    *,
+    positions,
+    inputs,
+    state,
+    decays,
+    gates,
+    eps,
+    lower_bound=None,
+    rates=None,
+    **weights,
+):
+    """Return y, the new inputs and the new state, as `ops.kimi_delta_step` does."""
+    b, n, d, e = state.shape
+    sizes = b, n, 1, d, e, weights["conv_weight"].shape[1]
+    kind = _TYPES[inputs.dtype.name]
+    call = _DeltaStepCall(*sizes, kind, False, d**-0.5, eps, True, lower_bound or 0.0)
+    tokens = projected, positions, rates, decays, gates
+    return _delta_step(library, call, tokens, inputs, state, weights)
+
+
+def _delta_step(library, call, tokens, inputs, state, weights):
+    """Run a step. The tokens are projected, positions, rates, decays and gates, or None."""
     bound = functools.partial(library.delta_step, ctypes.byref(call))
     names = ("conv_weight", "A_log", "dt_bias", "norm")
-    operands = [projected, positions, *(weights[name] for name in names), rates]
-    y = np.empty((b, 1, m * r * e), inputs.dtype)
+    operands = [*tokens[:2], *(weights[name] for name in names), *tokens[2:]]
+    y = np.empty((call.b, 1, call.key_heads * call.shared * call.e), inputs.dtype)
     return _run(library, bound, operands, [y], 0, 1, in_place=(inputs, state))
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
+from jax_nvfp4_moe.backends.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.testing import assert_as_accurate_as
@@ -128,6 +129,7 @@ def _silu(x):
 
 
 jitted_delta = jax.jit(mix_gated_delta, static_argnames=("interleaved", "eps"))
+jitted_kimi = jax.jit(mix_kimi_delta, static_argnames=("lower_bound", "eps"))
 jitted_mamba = jax.jit(mix_mamba2, static_argnames=("activation", "step_limits", "eps"))
 
 
@@ -190,6 +192,124 @@ class DeltaStepSuite:
         results = self.call(run, case, tokens, spoiled(weights, wrong))
         with pytest.raises(AssertionError, match=r"over 4\.0 x"):
             check_step(results, plain, exact, tokens, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class KimiCase:
+    """Sizes of a Kimi delta attention, the position of each row, and an option."""
+
+    sizes: tuple[int, int, int]  # heads, and the widths of a key and of a value
+    taps: int = 4
+    positions: tuple[int, ...] = (5,)
+    apart: bool = False  # whether rates are an operand of their own
+    lower_bound: float | None = None
+
+
+KIMI_CASES = {
+    "full widths": KimiCase((2, 128, 128), positions=(0, PADDING, 9)),
+    "full widths, rates apart, bounded": KimiCase((1, 128, 128), 4, (0, 9), True, -5.0),
+    "three heads": KimiCase((3, 16, 8), 3, (7, PADDING + 1)),
+    "lanes that do not divide the threads": KimiCase((2, 128, 96)),
+    "wide keys": KimiCase((1, 128, 4), lower_bound=-5.0),
+    "no past": KimiCase((2, 4, 4), 1),
+    "a long past, rates apart": KimiCase((2, 20, 12), 7, (3, PADDING), True),
+}
+
+
+@functools.cache
+def make_kimi(name, dtype):
+    """Return the tokens of a case, with decays and gates among its weights."""
+    case = KIMI_CASES[name]
+    (n, d, e), b, rng = case.sizes, len(case.positions), np.random.default_rng(len(name))
+    channels = n * (2 * d + e)
+    projected, rates, decays, gates = (
+        np.asarray(rng.normal(size=(b, 1, width)), dtype) for width in (channels, n, n * d, n * e)
+    )
+    if not case.apart:
+        projected, rates = np.concatenate([projected, rates], axis=-1), None
+    positions = np.asarray(case.positions, np.int32)[:, None]
+    inputs = np.asarray(rng.normal(size=(b, case.taps - 1, channels)), dtype)
+    state = np.float32(rng.normal(size=(b, n, d, e)))
+    weights = {
+        "decays": decays,
+        "gates": gates,
+        "rates": rates,
+        "conv_weight": np.float32(rng.normal(size=(channels, case.taps))),
+        "A_log": np.float32(rng.normal(size=n)),
+        "dt_bias": np.float32(rng.normal(size=n * d)),
+        "norm": np.float32(1 + rng.normal(size=e) / 4),
+    }
+    return (projected, positions, inputs, state), weights
+
+
+def kimi_in_float64(name, tokens, weights, eps=1e-5):
+    """Compute a step by its equations, row by row and head by head."""
+    case, (projected, positions, inputs, state) = KIMI_CASES[name], tokens
+    n, d, e = case.sizes
+    projected, inputs, state = (np.array(x, np.float64) for x in (projected, inputs, state))
+    weights = {key: None if x is None else np.asarray(x, np.float64) for key, x in weights.items()}
+    rates = weights["rates"]
+    rates = projected[..., -n:] if rates is None else rates
+    y = np.zeros((len(state), 1, n * e))
+    for row, numbers in enumerate(projected[:, 0, : n * (2 * d + e)]):
+        if positions[row, 0] >= PADDING:
+            continue
+        window = np.concatenate([inputs[row], numbers[None]])
+        mixed = _silu((window.T * weights["conv_weight"]).sum(1))
+        inputs[row] = window[1:]
+        for head in range(n):
+            keys, own = slice(head * d, (head + 1) * d), slice(head * e, (head + 1) * e)
+            q, k, v = mixed[keys], mixed[n * d :][keys], mixed[2 * n * d :][own]
+            q, k = (x / np.sqrt((x * x).sum() + 1e-6) for x in (q, k))
+            rate = np.exp(weights["A_log"][head])
+            x = weights["decays"][row, 0, keys] + weights["dt_bias"][keys]
+            g = -rate * np.logaddexp(x, 0)
+            if case.lower_bound is not None:
+                g = case.lower_bound / (1 + np.exp(-rate * x))
+            decayed = np.exp(g)[:, None] * state[row, head]
+            correction = (v - k @ decayed) / (1 + np.exp(-rates[row, 0, head]))
+            state[row, head] = decayed + np.outer(k, correction)
+            result = q @ state[row, head] / np.sqrt(d)
+            result *= weights["norm"] / np.sqrt((result * result).mean() + eps)
+            y[row, 0, own] = result / (1 + np.exp(-weights["gates"][row, 0, own]))
+    return y, inputs, state
+
+
+def plain_kimi(name, tokens, weights):
+    """Return the results of plain XLA."""
+    return jitted_kimi(*tokens, **weights, lower_bound=KIMI_CASES[name].lower_bound, eps=1e-5)
+
+
+class KimiStepSuite:
+    """The step of Kimi delta attention; `run` also takes `lower_bound` and `eps`."""
+
+    def call(self, run, case, tokens, weights):
+        projected, positions, inputs, state = tokens
+        options = {"lower_bound": KIMI_CASES[case].lower_bound, "eps": 1e-5}
+        tokens = {"positions": positions, "inputs": inputs, "state": state}
+        return run(projected, **tokens, **weights, **options)
+
+    def test_matches_float64(self, run, case, dtype):
+        tokens, weights = make_kimi(case, jnp.dtype(dtype))
+        exact = kimi_in_float64(case, tokens, weights)
+        plain = plain_kimi(case, tokens, weights)
+        check_step(self.call(run, case, tokens, weights), plain, exact, tokens, dtype)
+
+    @pytest.mark.parametrize("case", ["full widths, rates apart, bounded", "three heads"])
+    @pytest.mark.parametrize(
+        "wrong", ["conv_weight", "A_log", "dt_bias", "norm", "decays", "gates", "projected"]
+    )
+    def test_a_wrong_operand_is_found(self, run, case, wrong):
+        (projected, positions, *rest), weights = make_kimi(case, np.dtype("float32"))
+        tokens = projected, np.full_like(positions, 5), *rest  # the last row is no padding
+        exact = kimi_in_float64(case, tokens, weights)
+        plain = plain_kimi(case, tokens, weights)
+        if wrong == "projected":
+            found = self.call(run, case, (1.01 * tokens[0], *tokens[1:]), weights)
+        else:
+            found = self.call(run, case, tokens, spoiled(weights, wrong))
+        with pytest.raises(AssertionError, match=r"over 4\.0 x|Mismatched"):
+            check_step(found, plain, exact, tokens, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@
 // Needs: d and e at most 128 and multiples of 4. cuda_recurrent_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_delta_rule.py, tests/gpu/test_cuda_delta_rule.py.
 #include "cuda/instructions/ampere.cuh"
+#include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/recurrent/chunk_inverse.cuh"
@@ -44,9 +45,8 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kRows = 8;    // tokens of a warp
-constexpr int kSlice = 32;  // channels that are handled at once
-constexpr int kSlices = kChunkWidth / kSlice;
+constexpr int kRows = 8;          // tokens of a warp
+constexpr int kSlice = 32;        // channels that are handled at once
 constexpr int kOwn = kSlice / 4;  // channels of a thread in a slice
 
 // How the warps divide a chunk.
@@ -74,8 +74,14 @@ struct Exchange {
   float totals[2][Division<kChunk>::kGroups][Division<kChunk>::kParts][kSlice];
 };
 
+// A slice that arrives. Each thread has units of its own, so that no barrier is needed.
+struct Stage {
+  float4 keys[2][kThreads], queries[2][kThreads], logs[2][kThreads];
+};
+
 template <int kChunk>
 struct Workspace {
+  Stage stage;
   float keys[kChunk * kChunkWidth];  // a tile (TilePlace), decayed from the start of the chunk
   union {
     Exchange<kChunk> exchange;
@@ -132,19 +138,42 @@ __device__ __forceinline__ void MultiplySplit(float (&sums)[4], const Left& left
   MultiplyAddTf32(sums, left.high, right.high[0], right.high[1]);
 }
 
-// Loads a thread's channels of its token. `offset` is the place of the first of them. What does not
-// exist has keys and queries of 0 and decays of 1.
-__device__ __forceinline__ Tokens LoadTokens(const DeltaRuleBuffers& p, int64_t offset, int channel,
-                                             int width, bool exists) {
-  Tokens own;
+// Returns the first channel of a thread in the slices that follow `first`, one for each group.
+template <int kChunk>
+__device__ __forceinline__ int OwnChannel(int first) {
+  const int thread = ReadThread();
+  return first + thread / 32 / Division<kChunk>::kParts * kSlice + 4 * (thread % 4);
+}
+
+// Starts copies of a thread's channels of its token to its units of the stage. The token is
+// `within` numbers behind `chunk`. What does not exist becomes 0.
+template <int kChunk>
+__device__ __forceinline__ void RequestTokens(Stage& stage, const DeltaRuleBuffers& p,
+                                              int64_t chunk, int within, int first, int width) {
+  const int channel = OwnChannel<kChunk>(first);
+  const int thread = ReadThread();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float4 k = make_float4(0.0f, 0.0f, 0.0f, 0.0f), q = k, g = k;
-    if (exists && channel + 16 * half < width) {
-      k = *reinterpret_cast<const float4*>(p.k + offset + 16 * half);
-      q = *reinterpret_cast<const float4*>(p.q + offset + 16 * half);
-      g = *reinterpret_cast<const float4*>(p.g + offset + 16 * half);
-    }
+    const bool some = channel + 16 * half < width;
+    const int64_t from = some ? chunk + (within + channel + 16 * half) : 0;
+    const int bytes = some ? 16 : 0;
+    CopyOrZero(SharedAddress(&stage.keys[half][thread]), p.k + from, bytes);
+    CopyOrZero(SharedAddress(&stage.queries[half][thread]), p.q + from, bytes);
+    CopyOrZero(SharedAddress(&stage.logs[half][thread]), p.g + from, bytes);
+  }
+  CommitCopies();
+}
+
+// Takes the tokens of a slice that the same thread requested. What does not exist has keys and
+// queries of 0 and decays of 1.
+__device__ __forceinline__ Tokens TakeTokens(const Stage& stage) {
+  Tokens own;
+  const int thread = ReadThread();
+  WaitCopies<0>();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float4 k = stage.keys[half][thread], q = stage.queries[half][thread];
+    const float4 g = stage.logs[half][thread];
     const float keys[4] = {k.x, k.y, k.z, k.w}, queries[4] = {q.x, q.y, q.z, q.w};
     const float logs[4] = {g.x, g.y, g.z, g.w};
 #pragma unroll
@@ -461,19 +490,24 @@ __global__ void __launch_bounds__(kThreads, kChunk == kLargeChunk ? 2 : 1)
   using Own = Division<kChunk>;
   const int lane = thread % 32, warp = thread / 32, part = warp % Own::kParts;
   const int group = warp / Own::kParts, own_token = part * kRows + lane / 4;
-  const bool exists = own_token < present;
+  const int width = own_token < present ? c.d : 0;  // a token that does not exist has no channels
   const int64_t scalar = (token + own_token) * c.key_heads + head;
-  if (group == 0 && lane % 4 == 0) w.factors.values[own_token] = exists ? p.beta[scalar] : 0.0f;
+  if (group == 0 && lane % 4 == 0) w.factors.values[own_token] = width > 0 ? p.beta[scalar] : 0.0f;
   const int64_t number = blockIdx.x;  // of the chunk among those of all heads
   float* const decays = chunks.decays + number * (2 * kChunk + kChunkWidth);
   Sums<kChunk> sums = {};
-  int channel = group * kSlice + 4 * (lane % 4);
-  int64_t place = scalar * c.d + channel;
+  const int64_t place = (token * c.key_heads + head) * c.d;
+  const int within = own_token * c.key_heads * c.d;
+  constexpr int kStep = kSlice * Own::kGroups;  // channels of all groups
+  RequestTokens<kChunk>(w.stage, p, place, within, 0, width);
 #pragma unroll 1
-  for (int step = 0; step < kSlices / Own::kGroups; ++step) {
-    Tokens own = LoadTokens(p, place, channel, c.d, exists);
-    MultiplySlice(w.exchange, own, step % 2, sums);
+  for (int first_channel = 0; first_channel < kChunkWidth; first_channel += kStep) {
+    Tokens own = TakeTokens(w.stage);
+    const int next = first_channel + kStep;
+    if (next < kChunkWidth) RequestTokens<kChunk>(w.stage, p, place, within, next, width);
+    MultiplySlice(w.exchange, own, first_channel / kStep % 2, sums);
     const int64_t tile = number * kChunk * kChunkWidth;
+    const int channel = OwnChannel<kChunk>(first_channel);
     WriteSlice<kChunk>(own, w.keys, chunks.queries + tile, chunks.keys + tile, channel);
     if (TokenOfThread<kChunk>() == kChunk - 1) {
 #pragma unroll
@@ -483,8 +517,6 @@ __global__ void __launch_bounds__(kThreads, kChunk == kLargeChunk ? 2 : 1)
                         own.from_start[4 * half + 2], own.from_start[4 * half + 3]);
       }
     }
-    channel += kSlice * Own::kGroups;
-    place += kSlice * Own::kGroups;
   }
   if constexpr (Own::kGroups == 2) AddGroups(w, sums);
   float key_scale = 1.0f, query_scale = 1.0f;

@@ -1,9 +1,12 @@
-// One token of a gated delta net: everything between its two projections, in one pass over the
-// state.
+// One token of a gated delta net or of Kimi delta attention: everything between its projections, in
+// one pass over the state.
 //
 //   q, k, v = silu(convolve(qkv))
-//   S' = a S + k (beta (v - k.T a S)),  y = q.T S' = a q.T S + (q.k) (beta (v - k.T a S))
-//   output = norm(y) * silu(z)
+//   S' = a S + k (beta (v - k.T a S)),  y = q.T S' = q.T a S + (q.k) (beta (v - k.T a S))
+//   output = norm(y) * silu(z), or norm(y) * sigmoid(z)
+//
+// The decay a is one number for each value head. In Kimi delta attention, which has the sigmoid, it
+// is one for each channel of a key, and a value head has its own key head.
 //
 // A block handles one value head of one row. Its 256 threads hold the state [d, e] in registers, so
 // that memory is read once and written once, in place. A thread has 4 columns of every so manyth
@@ -57,6 +60,13 @@ struct Places {
 };
 
 Places FindPlaces(const DeltaStepCall& c, bool rates_apart) {
+  if (c.channel_decays) {
+    const int32_t keys = c.key_heads * c.d, channels = 2 * keys + c.key_heads * c.e;
+    const int32_t row = channels + (rates_apart ? 0 : c.key_heads);
+    return {{0, c.d}, {keys, c.d}, {2 * keys, c.e},
+            {0, c.e}, {0, 1},      {0, 0},
+            channels, row,         rates_apart ? c.key_heads : row};
+  }
   const int32_t keys = c.key_heads * c.d, own = c.shared * c.e;
   const int32_t channels = 2 * keys + c.key_heads * own, scalars = channels + c.key_heads * own;
   const int32_t rates = 2 * c.key_heads * c.shared, whole = scalars + rates;
@@ -101,10 +111,20 @@ __device__ __forceinline__ Convolution<T> ConvolutionOf(const DeltaStepCall& c,
           places.channels, c.taps};
 }
 
+// Returns the decay of channel `i` of a head of row `row`.
+template <typename T>
+__device__ __forceinline__ float ChannelDecay(const DeltaStepCall& c, const DeltaStepBuffers& p,
+                                              int64_t row, int head, int i) {
+  const int32_t channel = head * c.d + i, channels = c.key_heads * c.d;
+  const float given = ToFloat(static_cast<const T*>(p.decays)[row * channels + channel]);
+  const float rate = expf(p.A_log[head]), x = given + p.dt_bias[channel];
+  return expf(c.lower_bound < 0.0f ? c.lower_bound * Sigmoid(rate * x) : -rate * Softplus(x));
+}
+
 // `kFull` says that d and e are kMaxWidth. The addresses of a thread are then a constant apart, and
-// two blocks fit into a multiprocessor. `writes_keys` says that this kernel also writes the past
-// inputs of queries and keys.
-template <typename T, bool kFull>
+// two blocks fit into a multiprocessor. `kChannels` stands for `channel_decays`. `writes_keys` says
+// that this kernel also writes the past inputs of queries and keys.
+template <typename T, bool kFull, bool kChannels>
 __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
     DeltaStep(const DeltaStepCall call, const Places places, const DeltaStepBuffers p,
               const bool writes_keys) {
@@ -114,6 +134,7 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
   __shared__ __align__(16) float corrections[kMaxWidth];
   __shared__ float squares[kMaxWidth / 32];
   __shared__ float decay_and_rate[2];
+  __shared__ float channel_decays[kChannels ? kMaxWidth : 1];
 
   DeltaStepCall c = call;
   if constexpr (kFull) c.d = c.e = kMaxWidth;
@@ -160,16 +181,26 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
   }
   float gate = 0.0f, weight = 0.0f;
   if (thread < c.e) {
-    gate = ToFloat(projected[places.gate.Of(key_head, shared_head * c.e + thread)]);
+    const T* gates = projected;
+    if constexpr (kChannels) gates = static_cast<const T*>(p.gates) + row * c.key_heads * c.e;
+    gate = ToFloat(gates[places.gate.Of(key_head, shared_head * c.e + thread)]);
     weight = p.norm[thread];
   }
   if (thread == kThreads - 1) {
     const T* rates = static_cast<const T*>(p.rates) + row * places.rates_row;
     const float rate = ToFloat(rates[places.rate.Of(key_head, shared_head)]);
-    const float step = ToFloat(rates[places.step.Of(key_head, shared_head)]);
-    const float g = -expf(p.A_log[head]) * Softplus(step + p.dt_bias[head]);
-    decay_and_rate[0] = present ? expf(g) : 1.0f;
+    if constexpr (kChannels) {
+      decay_and_rate[0] = 1.0f;
+    } else {
+      const float step = ToFloat(rates[places.step.Of(key_head, shared_head)]);
+      const float g = -expf(p.A_log[head]) * Softplus(step + p.dt_bias[head]);
+      decay_and_rate[0] = present ? expf(g) : 1.0f;
+    }
     decay_and_rate[1] = present ? Sigmoid(rate) : 0.0f;
+  }
+  if constexpr (kChannels) {  // the other half of the threads convolves values
+    const int i = thread - kMaxWidth;
+    if (i >= 0 && i < c.d) channel_decays[i] = ChannelDecay<T>(c, p, row, head, i);
   }
 #pragma unroll
   for (int pass = 0; pass < 2; ++pass) {
@@ -195,13 +226,18 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
   const float query_scale = ReciprocalRoot(SumOfWarp(query_square) + kTiny) * c.scale;
   const float key_scale = ReciprocalRoot(SumOfWarp(key_square) + kTiny);
   const float decay = decay_and_rate[0];
+  const auto decay_of = [&](int line) { return kChannels ? channel_decays[line] : decay; };
 
   float4 keys = make_float4(0.0f, 0.0f, 0.0f, 0.0f), queries = keys;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int line = group + i * groups;
     if (!kFull && line >= c.d) continue;
-    const float key = mixed[c.d + line] * key_scale, query = mixed[line] * query_scale;
+    float key = mixed[c.d + line] * key_scale, query = mixed[line] * query_scale;
+    if constexpr (kChannels) {
+      key *= channel_decays[line];
+      query *= channel_decays[line];
+    }
     keys.x += key * values[i].x;
     keys.y += key * values[i].y;
     keys.z += key * values[i].z;
@@ -242,10 +278,10 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
     for (int i = 0; i < kRows; ++i) {
       const int line = group + i * groups;
       if (!kFull && (!active || line >= c.d)) continue;
-      const float key = mixed[c.d + line] * key_scale;
+      const float key = mixed[c.d + line] * key_scale, kept = decay_of(line);
       state[i * groups * lanes] = make_float4(
-          decay * values[i].x + key * correction.x, decay * values[i].y + key * correction.y,
-          decay * values[i].z + key * correction.z, decay * values[i].w + key * correction.w);
+          kept * values[i].x + key * correction.x, kept * values[i].y + key * correction.y,
+          kept * values[i].z + key * correction.z, kept * values[i].w + key * correction.w);
     }
   }
   if (thread < c.e) {
@@ -254,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
     for (int i = 0; i < kMaxWidth / 32; ++i) sum += squares[i];
     const float normal = weight * (y * ReciprocalRoot(sum / static_cast<float>(c.e) + c.eps));
     static_cast<T*>(p.y)[static_cast<int64_t>(blockIdx.x) * c.e + thread] =
-        FromFloat<T>(normal * Silu(gate));
+        FromFloat<T>(normal * (kChannels ? Sigmoid(gate) : Silu(gate)));
   }
   WaitForCluster();
   const bool writes = writes_keys && present && shared_head == 0;
@@ -281,14 +317,15 @@ __global__ void __launch_bounds__(kShiftThreads)
   Advance(convolution, convolved, LoadWindow(convolution, convolved, newest));
 }
 
-template <typename T, bool kFull>
+template <typename T, bool kFull, bool kChannels>
 cudaError_t LaunchDeltaStepAs(cudaStream_t stream, const DeltaStepCall& c,
                               const DeltaStepBuffers& buffers) {
-  constexpr auto kKernel = DeltaStep<T, kFull>;
+  constexpr auto kKernel = DeltaStep<T, kFull, kChannels>;
   const Places places = FindPlaces(c, buffers.rates != nullptr);
   DeltaStepBuffers p = buffers;
   if (p.rates == nullptr) {
-    p.rates = static_cast<const T*>(p.projected) + places.row - 2 * c.key_heads * c.shared;
+    const int32_t last = kChannels ? c.key_heads : 2 * c.key_heads * c.shared;
+    p.rates = static_cast<const T*>(p.projected) + places.row - last;
   }
   const dim3 grid(static_cast<unsigned>(c.b * c.key_heads * c.shared));
   const bool clusters = c.shared <= kMaxClusterBlocks && HasClusters(kKernel);
@@ -306,8 +343,12 @@ template <typename T>
 cudaError_t LaunchDeltaStepOf(cudaStream_t stream, const DeltaStepCall& c,
                               const DeltaStepBuffers& p) {
   const bool full = c.d == kMaxWidth && c.e == kMaxWidth;
-  return full ? LaunchDeltaStepAs<T, true>(stream, c, p)
-              : LaunchDeltaStepAs<T, false>(stream, c, p);
+  if (c.channel_decays) {
+    return full ? LaunchDeltaStepAs<T, true, true>(stream, c, p)
+                : LaunchDeltaStepAs<T, false, true>(stream, c, p);
+  }
+  return full ? LaunchDeltaStepAs<T, true, false>(stream, c, p)
+              : LaunchDeltaStepAs<T, false, false>(stream, c, p);
 }
 
 }  // namespace
