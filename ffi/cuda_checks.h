@@ -75,4 +75,13 @@ inline ffi::Error CheckInputCombine(const InputCombine& combine, const NormCall&
   return Expected("added", "the sum over experts that is left to this call", "another operand");
 }
 
+// Checks a gated sum that the preceding call has left to the norm that reads it as `added`.
+template <typename Gated>
+ffi::Error CheckInputGated(const Gated& gated, const NormCall& norm, const ffi::AnyBuffer& added) {
+  const bool same = gated.y == added.untyped_data() && gated.rows == norm.rows &&
+                    gated.columns == norm.h && gated.type == norm.type;
+  if (same && !running_chain.defers) return ffi::Error::Success();
+  return Expected("added", "the gated sum that is left to this call", "another operand");
+}
+
 }  // namespace nvfp4

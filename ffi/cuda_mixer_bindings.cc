@@ -48,6 +48,10 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
                                sum->untyped_data(), y->untyped_data()};
   const std::optional<InputCombine> combine = running_chain.TakeWork<InputCombine>();
   if (combine) NVFP4_RETURN_IF_ERROR(CheckInputCombine(*combine, call, added));
+  const std::optional<AddGatedCall> gated = running_chain.TakeWork<AddGatedCall>();
+  if (gated) NVFP4_RETURN_IF_ERROR(CheckInputGated(*gated, call, added));
+  const auto linear_gated = running_chain.TakeWork<AddLinearGatedCall>();
+  if (linear_gated) NVFP4_RETURN_IF_ERROR(CheckInputGated(*linear_gated, call, added));
   if (running_chain.defers) {
     // The kernel that computes this norm waits before it starts the next one. If a kernel of its
     // own computes it, it need not wait: the one behind it does.
@@ -56,9 +60,12 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
     return ffi::Error::Success();
   }
   call.starts_next = running_chain.StartsNext();
-  return FromCuda(combine ? LaunchCombineRmsNorm(stream, call, buffers, *combine)
-                          : LaunchAddRmsNorm(stream, call, buffers),
-                  "nvfp4_add_rms_norm_cuda");
+  const cudaError_t status = combine ? LaunchCombineRmsNorm(stream, call, buffers, *combine)
+                             : gated ? LaunchAddGatedRmsNorm(stream, call, buffers, *gated)
+                             : linear_gated
+                                 ? LaunchAddGatedRmsNorm(stream, call, buffers, *linear_gated)
+                                 : LaunchAddRmsNorm(stream, call, buffers);
+  return FromCuda(status, "nvfp4_add_rms_norm_cuda");
 }
 
 // Reads the sizes and types of x, weight and y, except for the type of the weight. k is a multiple
@@ -166,10 +173,16 @@ ffi::Error Activate(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::Result<ffi
   return FromCuda(LaunchActivate(stream, call), "nvfp4_activate_cuda");
 }
 
+// Whether a gated sum may let the next kernel start. If its work is left to a norm that has no
+// kernel for both, its own kernel need not wait: that of the norm does.
+bool GatedStartsNext() {
+  return running_chain.defers ? running_chain.Follows() : running_chain.StartsNext();
+}
+
 ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer z,
                     ffi::Result<ffi::AnyBuffer> y) {
   AddGatedCall call = {};
-  call.starts_next = running_chain.StartsNext();
+  call.starts_next = GatedStartsNext();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
   call.rows = x.dimensions()[0];
@@ -190,6 +203,10 @@ ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, 
   call.gate = DataOrNull<void>(gate);
   call.z = z.untyped_data();
   call.y = y->untyped_data();
+  if (running_chain.defers) {
+    running_chain.work = call;
+    return ffi::Error::Success();
+  }
   return FromCuda(LaunchAddGated(stream, call), "nvfp4_add_gated_cuda");
 }
 
@@ -197,7 +214,7 @@ ffi::Error AddLinearGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer 
                           ffi::AnyBuffer gate_weight, ffi::AnyBuffer z,
                           ffi::Result<ffi::AnyBuffer> y) {
   AddLinearGatedCall call = {};
-  call.starts_next = running_chain.StartsNext();
+  call.starts_next = GatedStartsNext();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
   NVFP4_RETURN_IF_ERROR(ExpectRank("gate_weight [k]", gate_weight.dimensions(), 1));
@@ -226,6 +243,10 @@ ffi::Error AddLinearGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer 
   call.gate_weight = gate_weight.untyped_data();
   call.z = z.untyped_data();
   call.y = y->untyped_data();
+  if (running_chain.defers) {
+    running_chain.work = call;
+    return ffi::Error::Success();
+  }
   return FromCuda(LaunchAddLinearGated(stream, call), "nvfp4_add_linear_gated_cuda");
 }
 

@@ -372,6 +372,12 @@ cudaError_t LaunchAddRmsNorm(cudaStream_t stream, const NormCall& call, const No
 cudaError_t LaunchCombineRmsNorm(cudaStream_t stream, const NormCall& call,
                                  const NormBuffers& buffers, const InputCombine& combine);
 
+// The same, with the result of a gated sum as `added`, which is not written.
+cudaError_t LaunchAddGatedRmsNorm(cudaStream_t stream, const NormCall& call,
+                                  const NormBuffers& buffers, const AddGatedCall& gated);
+cudaError_t LaunchAddGatedRmsNorm(cudaStream_t stream, const NormCall& call,
+                                  const NormBuffers& buffers, const AddLinearGatedCall& gated);
+
 // A norm whose y is the input of a kernel that computes the norm, too.
 struct InputNorm {
   NormCall call;

@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import enum
 import heapq
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,6 +81,7 @@ class _Deferral:
 
 _ONE = range(1, 2)
 _SEVERAL = range(2, 1 << 31)
+_ANY = range(1, 1 << 31)
 
 # FFI target -> when a call of it leaves its work to the next call. The handlers of both calls in
 # ``ffi/cuda_*_bindings.cc`` pass it on.
@@ -113,6 +113,13 @@ _DEFERRALS = {
         ("nvfp4_moe_w4a16_sm80", "nvfp4_moe_w4a16_sm90"),
         _Deferral(
             frozenset({"nvfp4_add_rms_norm_cuda"}), {1: 0}, axis=0, lengths=_SEVERAL, unwritten=0
+        ),
+    ),
+    # A norm adds shared experts to the routed ones.
+    **dict.fromkeys(
+        ("nvfp4_add_gated_cuda", "nvfp4_add_linear_gated_cuda"),
+        _Deferral(
+            frozenset({"nvfp4_add_rms_norm_cuda"}), {1: 0}, axis=0, lengths=_ANY, unwritten=0
         ),
     ),
 }
@@ -186,6 +193,8 @@ class Branch:
 def find_deferred(calls: Sequence[Call], wanted: Sequence[Value]) -> frozenset[int]:
     """Find the calls of a chain that leave their work to the next call.
 
+    A call that leaves its own work gets none from the call before it.
+
     Args:
       calls: the calls in their order.
       wanted: results that are read after the chain.
@@ -195,9 +204,10 @@ def find_deferred(calls: Sequence[Call], wanted: Sequence[Value]) -> frozenset[i
     """
     deferred, readers = set(), collections.Counter(wanted)
     readers.update(value for call in calls for value in {value for value, _ in call.operands})
-    for index, (call, following) in enumerate(itertools.pairwise(calls)):
+    for index in reversed(range(len(calls) - 1)):
+        call, following = calls[index : index + 2]
         rule = _DEFERRALS.get(call.target)
-        if rule is None or following.target not in rule.targets:
+        if rule is None or following.target not in rule.targets or index + 1 in deferred:
             continue
         read = [following.operands[operand][0] for operand in rule.operands]
         written = [call.results[result] for result in rule.operands.values()]

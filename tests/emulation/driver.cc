@@ -197,6 +197,27 @@ int combine_and_norm(int64_t t, int32_t h, int32_t top_k, int32_t num_experts, i
   return status == cudaSuccess ? LaunchAddRmsNorm(nullptr, norm, buffers) : status;
 }
 
+// Adds z to `routed` with a gate, and adds the result in a norm: in one launch if `together`. The
+// operands are routed, z, gate or null, gate_input or null, gate_weight or null, x, weight of the
+// norm; added, sum, y. `added` is not written if `together`. Without gate_weight, k is 0.
+int gated_and_norm(int64_t rows, int64_t h, int64_t k, int type, int weight_type, float eps,
+                   int together, void* const* operands) {
+  const auto data_type = static_cast<DataType>(type);
+  const AddGatedCall gated = {rows,        h,           data_type,  operands[0],
+                              operands[2], operands[1], operands[7]};
+  const AddLinearGatedCall linear = {rows,        h,           k,           data_type,  operands[0],
+                                     operands[3], operands[4], operands[1], operands[7]};
+  const NormCall norm = {rows, h, data_type, static_cast<DataType>(weight_type), eps};
+  const NormBuffers buffers = {operands[5], operands[7], operands[6], operands[8], operands[9]};
+  if (together != 0) {
+    return k == 0 ? LaunchAddGatedRmsNorm(nullptr, norm, buffers, gated)
+                  : LaunchAddGatedRmsNorm(nullptr, norm, buffers, linear);
+  }
+  const cudaError_t status =
+      k == 0 ? LaunchAddGated(nullptr, gated) : LaunchAddLinearGated(nullptr, linear);
+  return status == cudaSuccess ? LaunchAddRmsNorm(nullptr, norm, buffers) : status;
+}
+
 int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape, int engine) {
   return FunctionsOf(engine).product_bytes(*shape);
 }

@@ -231,6 +231,45 @@ def test_a_norm_sums_the_outputs_of_experts(library, t, h, top_k, pair, weighted
     assert_equal(run, saved=1 if h <= 8192 else 0)
 
 
+# Rows, width, and inputs of a linear gate, or which other gate there is. Rows have fewer pieces
+# than a linear gate has parts, as many, and more. Gates have none for some threads, and several.
+GATED = [
+    (3, 48, 64),
+    (1, 2048, 2048),
+    (2, 2304, 2304),
+    (2, 8192, 7168),
+    (1, 16, 8),
+    (40, 1040, "none"),
+    (3, 2304, "each row"),
+    (2, 8208, "none"),  # too wide, as the next one
+    (2, 8208, 64),
+    (2, 52, 64),  # pieces that are not whole, in the row and in the gate
+    (2, 64, 52),
+]
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, "float32-float32"])
+@pytest.mark.parametrize(("rows", "h", "gate"), GATED)
+def test_a_norm_adds_shared_experts(library, rows, h, gate, pair):
+    dtype, weight_dtype = (jnp.dtype(name) for name in pair.split("-"))
+    rng = np.random.default_rng(h)
+
+    def normal(*shape):
+        return np.asarray(rng.normal(0, 1, shape), dtype)
+
+    given = {"none": None, "each row": normal(rows)}
+    inputs = 0 if isinstance(gate, str) else gate
+    given = given[gate] if isinstance(gate, str) else (normal(rows, inputs), normal(inputs) / 32)
+    parts, norm = (normal(rows, h), normal(rows, h)), (normal(rows, h), rng.normal(1, 0.3, h))
+    norm = norm[0], norm[1].astype(weight_dtype)
+
+    def run(**options):
+        return deferred_emulation.gated_and_norm(library, parts, given, norm, H200, **options)
+
+    fits = h <= 8192 and h % 8 == 0 and inputs % 8 == 0 and dtype != np.float32
+    assert_equal(run, saved=1 if fits else 0)
+
+
 @pytest.mark.parametrize("engine", ["sm80", "sm90"])
 @pytest.mark.parametrize("scale", ["none", "static"])
 def test_experts_leave_their_sum_to_the_next_kernel(library, engine, scale):

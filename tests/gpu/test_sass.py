@@ -81,6 +81,7 @@ START_FIRST = (
     "PrepareHeads",
     "Activate",
     "AddGated",
+    "AddGatedRmsNorm",
     "AddLinearGated",
     "GateHeads",
     "PrepareLatents",

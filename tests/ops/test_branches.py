@@ -271,6 +271,33 @@ def test_the_sum_over_experts_is_left_to_the_norm_that_adds_it():
     assert find_deferred(calls, calls[0].results[:1]) == set()  # it must be written
 
 
+def make_gated(rows=2, *, target="nvfp4_add_gated_cuda", reads_sum=True):
+    """Return the calls of a gated sum, and of a norm that adds its result, or normalizes it."""
+    x, z, y, weight, total, result = (Value((rows, 64), jnp.bfloat16) for _ in range(6))
+    gated = Call(target, {}, [(v, v.shape) for v in (x, z)], [y], {})
+    operands = [(v, v.shape) for v in ((x, y, weight) if reads_sum else (y, x, weight))]
+    return [gated, Call("nvfp4_add_rms_norm_cuda", {}, operands, [total, result], {})]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 64])
+@pytest.mark.parametrize("target", ["nvfp4_add_gated_cuda", "nvfp4_add_linear_gated_cuda"])
+def test_a_gated_sum_is_left_to_the_norm_that_adds_it(target, rows):
+    calls = make_gated(rows, target=target)
+    assert find_deferred(calls, []) == {0}
+    assert find_deferred(calls, calls[0].results) == set()  # it must be written
+    assert find_deferred(make_gated(rows, target=target, reads_sum=False), []) == set()
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, {1}), (2, {0})])
+def test_a_norm_that_is_left_to_the_next_call_gets_no_work(rows, expected):
+    """One row: a layer computes the norm. Several: the norm has a kernel, and adds the sum."""
+    gated, norm = make_gated(rows)
+    _, layer = make_pair(rows)
+    operands = [(norm.results[1], (rows, 64)), layer.operands[1]]
+    calls = [gated, norm, Call(layer.target, {}, operands, layer.results, {})]
+    assert find_deferred(calls, []) == expected
+
+
 @pytest.mark.parametrize("make", [make_pair, make_attention])
 def test_the_work_on_one_token_is_left_to_the_next_call(make):
     assert find_deferred(make(), []) == {0}

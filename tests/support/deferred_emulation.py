@@ -80,6 +80,27 @@ def combine_and_norm(library, tokens, norm, num_experts, multiprocessors, *, tog
     return results, launches
 
 
+def gated_and_norm(library, parts, gate, norm, multiprocessors, *, together):
+    """Add two parts with a gate, and normalize ``x`` plus the result.
+
+    `gate` is None, the gates of all rows, or the input and the weight of a linear gate. `norm` has
+    x and a weight. The gated sum is not among the results.
+    """
+    (rows, h), dtype = parts[0].shape, parts[0].dtype
+    x, weight = norm
+    gates = (None, *gate) if isinstance(gate, tuple) else (gate, None, None)
+    k = gate[1].size if isinstance(gate, tuple) else 0
+    call = functools.partial(
+        library.gated_and_norm,
+        *(ctypes.c_int64(size) for size in (rows, h, k)),
+        *(_TYPES[dtype.name], _TYPES[weight.dtype.name], _EPS, int(together)),
+    )
+    (_, *results), launches = _counted(
+        library, call, [*parts, *map(_array, gates), x, weight], [x, x, x], 0, multiprocessors
+    )
+    return results, launches
+
+
 def heads_and_attention(
     library, call, *, older, together, multiprocessors=132, shared_bytes, **options
 ):

@@ -24,6 +24,7 @@
 //
 // Tests: tests/emulation/test_emulation_gating.py, tests/gpu/test_cuda_gating.py.
 #include "cuda/epilogues/activations.cuh"
+#include "cuda/gating/gates.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
@@ -33,44 +34,7 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kThreads = 128, kHeadThreads = 256, kLinearThreads = 256;
-
-// Values that a thread loads and stores at once.
-template <typename T, int kWidth>
-struct alignas(kWidth * sizeof(T)) Piece {
-  T values[kWidth];
-};
-
-// The pieces of the operands of a gate that a thread loads before it multiplies.
-template <typename T, int kWidth>
-struct GatePieces {
-  static constexpr int kAhead = 2;
-  Piece<T, kWidth> input[kAhead], weight[kAhead];
-
-  // Loads the pieces `first`, `first` + kLinearThreads and so on. Those past the end are zeros.
-  __device__ __forceinline__ void Load(const void* inputs, const void* weights, uint32_t first,
-                                       uint32_t count) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const uint32_t at = first + i * kLinearThreads;
-      input[i] = weight[i] = {};
-      if (at >= count) continue;
-      input[i] = static_cast<const Piece<T, kWidth>*>(inputs)[at];
-      weight[i] = static_cast<const Piece<T, kWidth>*>(weights)[at];
-    }
-  }
-
-  __device__ __forceinline__ float Multiply(float sum) const {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        sum += ToFloat(input[i].values[j]) * ToFloat(weight[i].values[j]);
-      }
-    }
-    return sum;
-  }
-};
+constexpr int kThreads = 128, kHeadThreads = 256;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) Activate(const ActivateCall p) {
@@ -86,18 +50,13 @@ __global__ void __launch_bounds__(kThreads) Activate(const ActivateCall p) {
 }
 
 template <typename T>
-__device__ __forceinline__ float Round(float value) {
-  return ToFloat(FromFloat<T>(value));
-}
-
-template <typename T>
 __global__ void __launch_bounds__(kThreads) AddGated(const AddGatedCall p) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   WaitAndStartNextKernel(p.starts_next);
   if (at >= p.rows * p.columns) return;
   float z = ToFloat(static_cast<const T*>(p.z)[at]);
   if (p.gate != nullptr) {
-    z = Round<T>(z * Round<T>(Sigmoid(ToFloat(static_cast<const T*>(p.gate)[at / p.columns]))));
+    z = Round<T>(z * GateFactor<T>(ToFloat(static_cast<const T*>(p.gate)[at / p.columns])));
   }
   static_cast<T*>(p.y)[at] = FromFloat<T>(ToFloat(static_cast<const T*>(p.x)[at]) + z);
 }
@@ -136,7 +95,7 @@ __global__ void __launch_bounds__(kLinearThreads) AddLinearGated(const AddLinear
     product = gate_pieces.Multiply(product);
   }
   const float gate = Round<T>(BlockSum<kLinearThreads / 32>(product));
-  const float factor = Round<T>(Sigmoid(gate));
+  const float factor = GateFactor<T>(gate);
   if (piece >= pieces) return;
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
