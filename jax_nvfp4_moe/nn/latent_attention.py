@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.cache import append
@@ -35,6 +36,8 @@ from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
 # New tokens of a row up to which one kernel prepares latents, as for heads (nn/grouped_query.py).
 _FEW_TOKENS = 8
+# Bytes up to which latents are expanded for all heads at once.
+_EXPANDED_BYTES = 1 << 30
 # Epsilon of the norms of latents. `modeling_deepseek_v3` does not pass rms_norm_eps to these norms.
 _LATENT_EPS = 1e-6
 
@@ -233,12 +236,43 @@ class LatentAttention(HeadParallel):
         # With FP8 scales, the keys and values of all heads are rounded: they must be expanded.
         if isinstance(self.kv_up, HeadMatrices) and few and self.kv.scales is None:
             return self._attend_to_latents(self.kv_up, q, seen, positions, chosen)
-        k, v = self._expand(seen)
-        k, v = self.kv.rounded(k=k, v=v).values()
         plain, turning = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         turned = rotate_key(turning, positions, self.config.rope, self.config.interleaved)
         q = jnp.concatenate([plain, turned], axis=-1)
+        if isinstance(self.kv_up, HeadMatrices):
+            matrices = self.kv_up.keys.get_value(), self.kv_up.values.get_value()
+            groups = self._head_groups(seen)
+            if groups > 1 and chosen is None and self.kv.scales is None:
+                return self._attend_in_groups(groups, q, matrices, seen, positions)
+            k, v = self._expand(seen, *matrices)
+        else:
+            k, v = self._expand_rounded(seen)
+        k, v = self.kv.rounded(k=k, v=v).values()
         return self._attend_to(q, k, v, positions, chosen)
+
+    def _head_groups(self, seen) -> int:
+        """Return into how many equal groups heads are divided, so that expanded latents are few."""
+        config, (b, _, s, _) = self.config, seen.shape
+        width = 2 * config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        expanded = b * s * width * seen.dtype.itemsize  # of a head; keys without rotation are twice
+        divisors = (g for g in range(1, config.num_heads) if config.num_heads % g == 0)
+        fits = (g for g in divisors if config.num_heads // g * expanded <= _EXPANDED_BYTES)
+        return next(fits, config.num_heads)
+
+    def _attend_in_groups(self, groups, q, matrices, seen, positions):
+        """Expand latents and attend for one group of heads after the other, in bounded memory."""
+
+        def split(heads, axis):
+            parts = heads.reshape(*heads.shape[:axis], groups, -1, *heads.shape[axis + 1 :])
+            return jnp.moveaxis(parts, axis, 0)
+
+        def attend(group):
+            q, *matrices = group
+            return self._attend_to(q, *self._expand(seen, *matrices), positions, None)
+
+        parts = split(q, 2), *(split(matrix, 0) for matrix in matrices)
+        y = jnp.moveaxis(lax.map(attend, parts), 0, 2)
+        return y.reshape(*q.shape[:3], -1)
 
     def _attend_to(self, q, k, v, positions, chosen):
         """Attend to keys and values; see `_attend`."""
@@ -275,22 +309,34 @@ class LatentAttention(HeadParallel):
             y = attend_to_chosen(q, latent, latent, positions, chosen, scale=scale)[..., :rank]
         return expand_values(y, up.values.get_value(), target=self.target)
 
-    def _expand(self, seen):
-        """Expand cache entries ``[b, 1, s, d]`` to the keys and values of all heads."""
-        config, (b, _, s, _) = self.config, seen.shape
-        latent, rotated = jnp.split(seen, [config.kv_lora_rank], axis=-1)
+    def _expand(self, seen, keys, values):
+        """Expand cache entries ``[b, 1, s, d]`` to keys and values of the heads of two matrices.
 
-        def spread(rows):
-            return jnp.moveaxis(rows.reshape(b, s, config.num_heads, -1), 2, 1)
+        These are ``[n, channels, rank]``.
+        """
+        latent, rotated = jnp.split(seen, [self.config.kv_lora_rank], axis=-1)
+        rows = (dense(latent, matrix.reshape(-1, matrix.shape[-1])) for matrix in (keys, values))
+        plain, v = (_as_heads(each.astype(seen.dtype), len(keys)) for each in rows)
+        return _join_rotated(plain, rotated), v
 
-        if isinstance(self.kv_up, HeadMatrices):
-            each = (self.kv_up.keys, self.kv_up.values)
-            matrices = (part.get_value().reshape(-1, config.kv_lora_rank) for part in each)
-            plain, v = (spread(dense(latent, matrix).astype(seen.dtype)) for matrix in matrices)
-        else:
-            plain, v = jnp.split(spread(self.kv_up(latent)), [config.qk_nope_head_dim], axis=-1)
-        shared = jnp.broadcast_to(rotated, (*plain.shape[:-1], config.qk_rope_head_dim))
-        return jnp.concatenate([plain, shared], axis=-1), v
+    def _expand_rounded(self, seen):
+        """Expand cache entries to the keys and values of all heads, by a layer that rounds them."""
+        latent, rotated = jnp.split(seen, [self.config.kv_lora_rank], axis=-1)
+        rows = _as_heads(self.kv_up(latent), self.config.num_heads)
+        plain, v = jnp.split(rows, [self.config.qk_nope_head_dim], axis=-1)
+        return _join_rotated(plain, rotated), v
+
+
+def _as_heads(rows, count):
+    """Return ``[b, 1, s, n d]`` as ``[b, n, s, d]``."""
+    b, _, s, _ = rows.shape
+    return jnp.moveaxis(rows.reshape(b, s, count, -1), 2, 1)
+
+
+def _join_rotated(plain, rotated):
+    """Return the keys of all heads, which share their rotated channels."""
+    shared = jnp.broadcast_to(rotated, (*plain.shape[:-1], rotated.shape[-1]))
+    return jnp.concatenate([plain, shared], axis=-1)
 
 
 def _grow(q, positions, scale, length):

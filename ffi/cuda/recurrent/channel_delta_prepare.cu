@@ -138,6 +138,12 @@ __device__ __forceinline__ void MultiplySplit(float (&sums)[4], const Left& left
   MultiplyAddTf32(sums, left.high, right.high[0], right.high[1]);
 }
 
+// Returns the token of a thread in its chunk.
+template <int kChunk>
+__device__ __forceinline__ int TokenOfThread() {
+  return ReadThread() / 4 % kChunk;
+}
+
 // Returns the first channel of a thread in the slices that follow `first`, one for each group.
 template <int kChunk>
 __device__ __forceinline__ int OwnChannel(int first) {
@@ -145,12 +151,14 @@ __device__ __forceinline__ int OwnChannel(int first) {
   return first + thread / 32 / Division<kChunk>::kParts * kSlice + 4 * (thread % 4);
 }
 
-// Starts copies of a thread's channels of its token to its units of the stage. The token is
-// `within` numbers behind `chunk`. What does not exist becomes 0.
+// Starts copies of a thread's channels of its token to its units of the stage. `chunk` is the place
+// of the chunk's first token. What does not exist becomes 0.
 template <int kChunk>
-__device__ __forceinline__ void RequestTokens(Stage& stage, const DeltaRuleBuffers& p,
-                                              int64_t chunk, int within, int first, int width) {
-  const int channel = OwnChannel<kChunk>(first);
+__device__ __forceinline__ void RequestTokens(Stage& stage, const DeltaRuleCall& c,
+                                              const DeltaRuleBuffers& p, int64_t chunk, int first,
+                                              int present) {
+  const int channel = OwnChannel<kChunk>(first), token = TokenOfThread<kChunk>();
+  const int within = token * c.key_heads * c.d, width = token < present ? c.d : 0;
   const int thread = ReadThread();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -336,12 +344,6 @@ __device__ __forceinline__ void MultiplySlice(Exchange<kChunk>& exchange, Tokens
     MultiplyLevel<kChunk, 4>(own, earlier[2], totals, part, sums);
 }
 
-// Returns the token of a thread in its chunk.
-template <int kChunk>
-__device__ __forceinline__ int TokenOfThread() {
-  return ReadThread() / 4 % kChunk;
-}
-
 // Writes what the second kernel needs of a slice, and the keys for WriteCorrections. `channel` is
 // the thread's first one.
 template <int kChunk>
@@ -490,21 +492,20 @@ __global__ void __launch_bounds__(kThreads, kChunk == kLargeChunk ? 2 : 1)
   using Own = Division<kChunk>;
   const int lane = thread % 32, warp = thread / 32, part = warp % Own::kParts;
   const int group = warp / Own::kParts, own_token = part * kRows + lane / 4;
-  const int width = own_token < present ? c.d : 0;  // a token that does not exist has no channels
   const int64_t scalar = (token + own_token) * c.key_heads + head;
-  if (group == 0 && lane % 4 == 0) w.factors.values[own_token] = width > 0 ? p.beta[scalar] : 0.0f;
+  if (group == 0 && lane % 4 == 0)
+    w.factors.values[own_token] = own_token < present ? p.beta[scalar] : 0.0f;
   const int64_t number = blockIdx.x;  // of the chunk among those of all heads
   float* const decays = chunks.decays + number * (2 * kChunk + kChunkWidth);
   Sums<kChunk> sums = {};
   const int64_t place = (token * c.key_heads + head) * c.d;
-  const int within = own_token * c.key_heads * c.d;
   constexpr int kStep = kSlice * Own::kGroups;  // channels of all groups
-  RequestTokens<kChunk>(w.stage, p, place, within, 0, width);
+  RequestTokens<kChunk>(w.stage, c, p, place, 0, present);
 #pragma unroll 1
   for (int first_channel = 0; first_channel < kChunkWidth; first_channel += kStep) {
     Tokens own = TakeTokens(w.stage);
     const int next = first_channel + kStep;
-    if (next < kChunkWidth) RequestTokens<kChunk>(w.stage, p, place, within, next, width);
+    if (next < kChunkWidth) RequestTokens<kChunk>(w.stage, c, p, place, next, present);
     MultiplySlice(w.exchange, own, first_channel / kStep % 2, sums);
     const int64_t tile = number * kChunk * kChunkWidth;
     const int channel = OwnChannel<kChunk>(first_channel);
