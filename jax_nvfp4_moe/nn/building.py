@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.table import Source
-from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
-from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.nn.keys import KeyTable, find_key
-from jax_nvfp4_moe.nn.linear import NVFP4Linear
+from jax_nvfp4_moe.nn.linear_formats import make_linear
 from jax_nvfp4_moe.nn.merged_linear import MergedLinear, find_runs, join_weights
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.nn.scaled_linear import ScaledLinear
@@ -36,7 +35,7 @@ from jax_nvfp4_moe.parallel.shard_spec import (
     take_scales,
     take_shard,
 )
-from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling
+from jax_nvfp4_moe.scheme import CheckpointScheme
 
 Values = Mapping[str, Any]  # name of a source -> value that was read for it
 
@@ -227,8 +226,11 @@ class Builder:
 
         def construct(values):
             made = nnx.Param(jnp.concatenate([values[name] for name in rows]))
-            found = [specs[name] and specs[name].layout(n, self.shards) for name, n in rows.items()]
-            mark(made, join_layouts(found, list(rows.values())))
+            found = [
+                spec and spec.layout(n, self.shards)
+                for n, spec in zip(rows.values(), specs.values(), strict=True)
+            ]
+            mark(made, join_layouts(found, rows.values()))
             return made
 
         return self._note(path, sources, construct, specs)
@@ -403,58 +405,6 @@ class Builder:
         values = {name: _zeros(source.value) for name, source in sources.items()}
         made = construct(values_of_shard(values, part.specs, 0, part.shards))
         return made if part.shards == 1 else _widen(made, part.shards)
-
-
-def make_linear(
-    found: LinearWeights, n: int, k: int, settings: Settings, spec: ShardSpec | None = None
-) -> DenseLinear | FP8Linear | NVFP4Linear | ScaledLinear:
-    """Make a linear layer from its weights in the file.
-
-    Args:
-      found: weights of one shard.
-      n: number of outputs of one shard.
-      k: number of inputs of one shard.
-      settings: how modules are made.
-      spec: how the layer is divided along `tensor`. None means that it is replicated.
-
-    Returns:
-      The module that fits the format of the weights.
-    """
-    if found.checkpoint_scheme is None:
-        made = DenseLinear(found.weight, found.bias, target=settings.target, dtype=settings.dtype)
-    elif isinstance(found.checkpoint_scheme, FP8ActivationScaling):
-        made = FP8Linear(
-            found.weight,
-            found.bias,
-            found.input_scale,
-            checkpoint_scheme=found.checkpoint_scheme,
-            multiply_by_reciprocal=found.multiply_by_reciprocal,
-            scheme=settings.scheme,
-            target=settings.target,
-            dtype=settings.dtype,
-        )
-    else:
-        made = NVFP4Linear(
-            k,
-            n,
-            weight=found.weight,
-            bias=found.bias,
-            input_scale=found.input_scale,
-            checkpoint_scheme=found.checkpoint_scheme,
-            **settings.module_arguments(),
-        )
-    layout = spec and spec.layout(n if spec.axis == "rows" else k, settings.shards)
-    by_columns = spec is not None and spec.axis == "columns"
-    if spec is not None:
-        mark(made.weight, layout)
-        mark(made.bias, None if by_columns else layout)
-        made.adds_bias_once = by_columns
-    if found.channel_scale is None:
-        return made
-    scaled = ScaledLinear(made, found.channel_scale)
-    if layout is not None and by_columns:  # the scales are divided like the columns they multiply
-        mark(scaled.scale, layout._replace(axis="rows"))
-    return scaled
 
 
 def values_of_shard(values: Values, specs: Mapping[str, Any], index: int, shards: int) -> Values:

@@ -9,6 +9,7 @@ from given import CHECKPOINTS
 
 from jax_nvfp4_moe.models import deepseek_v3
 from jax_nvfp4_moe.nn import latent_attention
+from jax_nvfp4_moe.nn.latent_attention import LatentAttention
 
 TOKENS, ROOM = 48, 64
 
@@ -28,18 +29,28 @@ def program(attention):
     return run.lower(*operands).compile(), operands
 
 
+def difference(actual, expected):
+    return float(jnp.abs(actual - expected).max() / jnp.abs(expected).max())
+
+
 def test_groups_of_heads_compute_the_same(attention, monkeypatch):
+    """At most twice what the other form changes, which sums in another order."""
     assert not attention._absorbs(TOKENS, ROOM)
-    heads = attention.config.num_heads
     whole, operands = program(attention)
     y, entries = whole(*operands)
+    with monkeypatch.context() as patch:
+        patch.setattr(LatentAttention, "_absorbs", lambda *_: True)
+        bound = 2 * difference(program(attention)[0](*operands)[0], y)
     monkeypatch.setattr(latent_attention, "_EXPANDED_BYTES", 1)
-    assert attention._head_groups(entries["latent"]) == heads > 1
+    assert attention._head_groups(entries["latent"]) == attention.config.num_heads > 1
     parts, _ = program(attention)
     found, others = parts(*operands)
     assert parts.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes
     np.testing.assert_array_equal(others["latent"], entries["latent"])
-    np.testing.assert_allclose(found, y, rtol=0, atol=1e-5 * float(jnp.abs(y).max()))
+    assert difference(found, y) <= bound < 1e-4
+    # A negative control: one token is off by a thousandth.
+    wrong = (attention, operands[1].at[:, 7].multiply(1.001), *operands[2:])
+    assert difference(parts(*wrong)[0], y) > bound
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 1), (2, 2), (1, 4)])

@@ -25,7 +25,7 @@ import numpy as np
 from attention_suite import CASES as ATTENTION
 from attention_suite import make as make_attention
 from convolution_suite import CONVOLUTIONS, make_convolution
-from delta_rule_suite import CHANNEL_DELTA, DELTA, RULE_CASES
+from delta_rule_suite import CHANNEL_DELTA, DELTA
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
 from fp8_attention_suite import FP8_CASES as FP8_ATTENTION
@@ -37,7 +37,7 @@ from latent_attention_suite import make as make_latent_attention
 from latents_suite import CASES as LATENTS
 from latents_suite import PAIRS as LATENT_PAIRS
 from latents_suite import make as make_latents
-from mamba2_scan_suite import MAMBA2, SCAN_CASES, make_scan
+from mamba2_scan_suite import MAMBA2
 from recurrent_suite import (
     DELTA_CASES,
     KIMI_CASES,
@@ -354,44 +354,48 @@ def run_recurrent_steps():
 
 def run_recurrent_step(dtype):
     """Decode a token of rows with and without padding, in place."""
+    names, backend = ("positions", "inputs", "state"), {"backend": "recurrent_cuda"}
     for name, case in DELTA_CASES.items():
         tokens, weights = take_rates(name, *make_delta(name, np.dtype(dtype)))
-        options = {"interleaved": case.interleaved, "backend": "recurrent_cuda"}
-        results = ops.gated_delta_step(*map(jnp.asarray, tokens), **weights, **options)
-        for part, result in zip(("y", "inputs", "state"), results, strict=True):
-            check(f"delta {np.dtype(dtype)} {name} {part}", result)
+        options = weights | backend | {"interleaved": case.interleaved}
+        check_step("delta", dtype, name, ops.gated_delta_step(*map(jnp.asarray, tokens), **options))
     for name, case in KIMI_CASES.items():
-        (projected, *rest), weights = make_kimi(name, np.dtype(dtype))
-        own = dict(zip(("positions", "inputs", "state"), map(jnp.asarray, rest), strict=True))
-        options = {"lower_bound": case.lower_bound, "backend": "recurrent_cuda"}
-        results = ops.kimi_delta_step(jnp.asarray(projected), **own, **weights, **options)
-        for part, result in zip(("y", "inputs", "state"), results, strict=True):
-            check(f"kimi {np.dtype(dtype)} {name} {part}", result)
+        tokens, weights = make_kimi(name, np.dtype(dtype))
+        projected, *rest = map(jnp.asarray, tokens)
+        options = weights | backend | {"lower_bound": case.lower_bound}
+        options |= dict(zip(names, rest, strict=True))
+        check_step("kimi", dtype, name, ops.kimi_delta_step(projected, **options))
     for name, case in MAMBA_CASES.items():
         tokens, weights = make_mamba(name, np.dtype(dtype))
-        options = case.options | {"backend": "recurrent_cuda"}
-        results = ops.mamba2_step(*map(jnp.asarray, tokens), **weights, **options)
-        for part, result in zip(("y", "inputs", "state"), results, strict=True):
-            check(f"mamba2 {np.dtype(dtype)} {name} {part}", result)
+        options = weights | backend | case.options
+        check_step("mamba2", dtype, name, ops.mamba2_step(*map(jnp.asarray, tokens), **options))
+
+
+def check_step(kind, dtype, name, results):
+    """Check what a step of a recurrent mixer returns."""
+    for part, result in zip(("y", "inputs", "state"), results, strict=True):
+        check(f"{kind} {np.dtype(dtype)} {name} {part}", result)
 
 
 def run_delta_rules():
     """Apply the delta rule to prompts, with a decay for each head and for each channel."""
-    for recurrence, name in itertools.product((DELTA, CHANNEL_DELTA), RULE_CASES):
-        operands, lengths = map(jnp.asarray, recurrence.make(name)), recurrence.lengths(name)
-        results = ops.gated_delta_rule(*operands, lengths=lengths, backend="delta_rule_cuda")
-        kind = "channel decays, " if recurrence is CHANNEL_DELTA else ""
-        for part, result in zip(("y", "state"), results, strict=True):
-            check(f"delta rule {kind}{name} {part}", result)
+    rule = functools.partial(ops.gated_delta_rule, backend="delta_rule_cuda")
+    run_recurrence("delta rule", DELTA, rule)
+    run_recurrence("delta rule with channel decays", CHANNEL_DELTA, rule)
 
 
 def run_mamba2_scans():
     """Run the recurrence of Mamba-2 over prompts."""
-    for name in SCAN_CASES:
-        operands, lengths = map(jnp.asarray, make_scan(name)), MAMBA2.lengths(name)
-        results = ops.mamba2_scan(*operands, lengths=lengths, backend="mamba2_scan_cuda")
-        for part, result in zip(("y", "state"), results, strict=True):
-            check(f"mamba2 scan {name} {part}", result)
+    scan = functools.partial(ops.mamba2_scan, backend="mamba2_scan_cuda")
+    run_recurrence("mamba2 scan", MAMBA2, scan)
+
+
+def run_recurrence(kind, recurrence, run):
+    """Run a recurrence over the prompts of its cases."""
+    for name in recurrence.cases:
+        operands, lengths = map(jnp.asarray, recurrence.make(name)), recurrence.lengths(name)
+        for part, result in zip(("y", "state"), run(*operands, lengths=lengths), strict=True):
+            check(f"{kind} {name} {part}", result)
 
 
 def run_convolutions():

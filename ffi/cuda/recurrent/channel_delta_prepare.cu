@@ -12,11 +12,10 @@
 //
 // D_ij does not leave the sum over channels, so no product of the raw keys gives all pairs. A
 // quotient of D_i and D_j would overflow. Pairs are therefore computed level by level, as
-// numerics/chunk_decay.py describes: a chunk has parts of 1, 2, 4 and so on tokens. Of two
-// neighboring parts, the decay from a token of the first one to a token of the second one is the
-// product of the decay to the edge between the parts and that from the edge. One level has one
-// matrix product, of rows from odd parts with rows from even parts. The decays are products of
-// numbers of at most 1, so that nothing overflows and no digits are lost.
+// numerics/chunk_decay.py describes: a chunk has parts of 1, 2, 4 and so on tokens. A decay from
+// one part to the next one is the product of that to the edge between them, and that from the edge.
+// One level has one matrix product, of rows from odd parts with rows from even parts. The decays
+// are products of numbers of at most 1, so that nothing overflows and no digits are lost.
 //
 // A block handles one chunk of one head, a slice of the channels at a time. A warp has 8 tokens, as
 // left operands with 8 rows of keys and 8 rows of queries. For levels inside the 8 tokens, the

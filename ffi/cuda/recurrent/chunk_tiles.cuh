@@ -62,9 +62,8 @@ struct ChunkBuffers {
   float* pairs;  // [b, heads, chunks, chunk, chunk] in the order of PairPlace: q_i . D_ij k_j dt_j
                  // for i >= j
   // [b, heads, chunks, 2, chunk]: from the chunk's start to each token, and from each token to the
-  // chunk's end, times dt of the token. With a decay for each channel, these are the factors of the
-  // lengths of queries and keys instead, and behind those of each chunk are the kChunkWidth decays
-  // over the whole chunk.
+  // chunk's end, times dt of the token. With a decay for each channel, these are instead the
+  // factors that scale queries and keys. The kChunkWidth decays over the whole chunk follow them.
   float* decays;
 };
 
