@@ -5,6 +5,9 @@
 //   y = decay_i q_i @ S + pairs @ u  and D values more for Mamba-2
 //   S = decay S + k.T @ (decay_to_end u)
 //
+// With a decay for each channel of a key, queries and keys already contain their decays, and those
+// of the state are a vector.
+//
 // A warp owns 16 columns of one state, and nothing but the loads is shared between warps. It
 // computes with transposed matrices, S.T [16, 128] and u.T [16, 64]: their sums in registers are
 // then also the left operands of the next products, in TensorFloat-32, and never pass through
