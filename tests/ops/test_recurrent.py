@@ -117,6 +117,25 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
     assert re.findall(r"custom_call @(nvfp4\S+?)\(", text) == ["nvfp4_delta_step_cuda"]
 
 
+def test_gradients_of_a_kimi_step_flow_to_all_float_arguments():
+    """For a GPU too, where the kernel computes the results alone."""
+    (projected, positions, inputs, state), weights = make_kimi(
+        "full widths, rates apart, bounded", np.dtype("float32")
+    )
+    floats = {"projected": projected, "inputs": inputs, "state": state, **weights}
+
+    def total(floats, target):
+        step = functools.partial(ops.kimi_delta_step, lower_bound=-5.0, target=target)
+        return sum(jnp.sum(jnp.square(x)) for x in step(positions=positions, **floats))
+
+    gradient = jax.jit(jax.grad(total), static_argnums=1)
+    for name, found in gradient(floats, Target("cpu")).items():
+        assert np.isfinite(found).all(), name
+        assert np.abs(found).max() > 0, name
+    text = gradient.trace(floats, HOPPER).lower().as_text()
+    assert re.findall(r"custom_call @(nvfp4\S+?)\(", text) == ["nvfp4_kimi_delta_step_cuda"]
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
