@@ -127,7 +127,7 @@ def mix_gated_delta(
         y, state = _normalized_step(*operands)
     else:
         y, state = rule(*operands, lengths=count_present(present))
-    y = _gated_norm(y.reshape(b, t, m * r, e), z, norm, eps)
+    y = gated_norm(y.reshape(b, t, m * r, e), z, norm, eps, jax.nn.silu)
     return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state
 
 
@@ -217,11 +217,17 @@ def _normalized_step(q, k, *operands):
     return delta_step(*normalize_queries_and_keys(q, k), *operands)
 
 
-def _gated_norm(y, z, weight, eps):
-    """Return float32 ``norm(y) * silu(z)``; normalize each head by itself."""
+def gated_norm(
+    y: Float[Array, "b t n e"],
+    z: Float[Array, "b t ne"],
+    weight: Float[Array, " e"],
+    eps: float,
+    activation: Callable,
+) -> Float[Array, "b t n e"]:
+    """Return float32 ``norm(y) * activation(z)``; normalize each head by itself."""
     mean = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
     normal = weight.reshape(1, 1, 1, -1) * (y * lax.rsqrt(mean + eps))
-    return normal * jax.nn.silu(z.astype(jnp.float32).reshape(y.shape))
+    return normal * activation(z.astype(jnp.float32).reshape(y.shape))
 
 
 def _matmul(x, y):

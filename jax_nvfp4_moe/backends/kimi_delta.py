@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.backends.channel_delta import channel_delta_step
 from jax_nvfp4_moe.backends.convolution import causal_convolution
 from jax_nvfp4_moe.backends.delta_chunks import normalize_queries_and_keys
+from jax_nvfp4_moe.backends.gated_delta import gated_norm
 from jax_nvfp4_moe.backends.padding import count_present, keep_present
 
 
@@ -83,7 +83,7 @@ def mix_kimi_delta(
         y, state = channel_delta_step(*normalize_queries_and_keys(q, k), *operands)
     else:
         y, state = rule(q, k, *operands, lengths=count_present(present))
-    y = _gated_norm(y[..., 0, :], gates, norm, eps)
+    y = gated_norm(y[..., 0, :], gates, norm, eps, jax.nn.sigmoid)
     return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state[:, :, 0]
 
 
@@ -94,10 +94,3 @@ def _log_decays(decays, A_log, dt_bias, lower_bound):
     if lower_bound is not None:
         return lower_bound * jax.nn.sigmoid(rate * given)
     return -rate * jax.nn.softplus(given)
-
-
-def _gated_norm(y, gates, weight, eps):
-    """Return float32 ``norm(y) * sigmoid(gates)``; normalize each head by itself."""
-    mean = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-    normal = weight[None, None, None] * (y * lax.rsqrt(mean + eps))
-    return normal * jax.nn.sigmoid(gates.astype(jnp.float32).reshape(y.shape))

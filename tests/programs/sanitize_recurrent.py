@@ -1,0 +1,88 @@
+"""Call the kernels of recurrent mixers, as parts of `sanitize_cuda.py`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from convolution_suite import CONVOLUTIONS, make_convolution
+from delta_rule_suite import CHANNEL_DELTA, DELTA
+from mamba2_scan_suite import MAMBA2
+from recurrent_suite import (
+    DELTA_CASES,
+    KIMI_CASES,
+    MAMBA_CASES,
+    make_delta,
+    make_kimi,
+    make_mamba,
+    take_rates,
+)
+from sanitize_check import check
+
+from jax_nvfp4_moe import ops
+
+DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
+
+
+def run_recurrent_steps():
+    """Run the kernels of recurrent mixers in decoding with each dtype."""
+    for dtype in DTYPES:
+        run_recurrent_step(dtype)
+
+
+def run_recurrent_step(dtype):
+    """Decode a token of rows with and without padding, in place."""
+    names, backend = ("positions", "inputs", "state"), {"backend": "recurrent_cuda"}
+    for name, case in DELTA_CASES.items():
+        tokens, weights = take_rates(name, *make_delta(name, np.dtype(dtype)))
+        options = weights | backend | {"interleaved": case.interleaved}
+        check_step("delta", dtype, name, ops.gated_delta_step(*map(jnp.asarray, tokens), **options))
+    for name, case in KIMI_CASES.items():
+        tokens, weights = make_kimi(name, np.dtype(dtype))
+        projected, *rest = map(jnp.asarray, tokens)
+        options = weights | backend | {"lower_bound": case.lower_bound}
+        options |= dict(zip(names, rest, strict=True))
+        check_step("kimi", dtype, name, ops.kimi_delta_step(projected, **options))
+    for name, case in MAMBA_CASES.items():
+        tokens, weights = make_mamba(name, np.dtype(dtype))
+        options = weights | backend | case.options
+        check_step("mamba2", dtype, name, ops.mamba2_step(*map(jnp.asarray, tokens), **options))
+
+
+def check_step(kind, dtype, name, results):
+    """Check what a step of a recurrent mixer returns."""
+    for part, result in zip(("y", "inputs", "state"), results, strict=True):
+        check(f"{kind} {np.dtype(dtype)} {name} {part}", result)
+
+
+def run_delta_rules():
+    """Apply the delta rule to prompts, with a decay for each head and for each channel."""
+    rule = functools.partial(ops.gated_delta_rule, backend="delta_rule_cuda")
+    run_recurrence("delta rule", DELTA, rule)
+    run_recurrence("delta rule with channel decays", CHANNEL_DELTA, rule)
+
+
+def run_mamba2_scans():
+    """Run the recurrence of Mamba-2 over prompts."""
+    scan = functools.partial(ops.mamba2_scan, backend="mamba2_scan_cuda")
+    run_recurrence("mamba2 scan", MAMBA2, scan)
+
+
+def run_recurrence(kind, recurrence, run):
+    """Run a recurrence over the prompts of its cases."""
+    for name in recurrence.cases:
+        operands, lengths = map(jnp.asarray, recurrence.make(name)), recurrence.lengths(name)
+        for part, result in zip(("y", "state"), run(*operands, lengths=lengths), strict=True):
+            check(f"{kind} {name} {part}", result)
+
+
+def run_convolutions():
+    """Convolve prompts, in place."""
+    for dtype in DTYPES[:2]:
+        for name in CONVOLUTIONS:
+            operands, options = make_convolution(name, np.dtype(dtype))
+            options = options | {"backend": "convolution_cuda"}
+            results = ops.causal_convolution(*map(jnp.asarray, operands), **options)
+            for i, result in enumerate(jax.tree.leaves(results)):
+                check(f"convolution {np.dtype(dtype)} {name} {i}", result)
