@@ -14,8 +14,15 @@ from jax_nvfp4_moe.nn.latent_attention import LatentAttention
 TOKENS, ROOM = 48, 64
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    """The attention is that of a CPU, also on a machine with a GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture(scope="module")
-def attention():
+def attention(on_cpu):
     return load_attention(CHECKPOINTS / "deepseek_v3-direct-modelopt-w4a16", deepseek_v3, None)
 
 
