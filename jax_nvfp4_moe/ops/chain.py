@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_nvfp4_moe.backends import BACKENDS
@@ -114,8 +115,15 @@ class _Step:
 
     @property
     def chain(self) -> str | None:
-        """Return the target that runs this call in a chain; None if it is no call of ours."""
+        """Return the target that runs this call in a chain; None if no chain can.
+
+        An array has no place in the attributes of a chain, because JAX hashes them.
+        `causal_convolution` has one.
+        """
         if self.eqn.primitive.name != "ffi_call":
+            return None
+        values = (getattr(value, "val", None) for _, value in self.eqn.params["attributes"])
+        if any(isinstance(value, np.ndarray) for value in values):
             return None
         return _CHAIN_OF.get(self.eqn.params["target_name"])
 

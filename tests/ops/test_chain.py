@@ -197,6 +197,27 @@ def test_a_chain_holds_latent_attention():
     assert calls_of(ops.chain_calls(step), q, latents, HEADS[1]) == ["nvfp4_call_chain_cuda"]
 
 
+def test_a_convolution_ends_a_chain():
+    """Its `widths` are an array, which JAX cannot hash as an attribute of a chain."""
+
+    def step(x, positions, past, taps):
+        normal, _ = ops.add_rms_norm(
+            x, None, jnp.ones(64), eps=1e-6, target=CUDA, backend="norm_cuda"
+        )
+        options = {"widths": (32, 32), "target": CUDA, "backend": "convolution_cuda"}
+        parts, _ = ops.causal_convolution(normal[None], positions, past, weight=taps, **options)
+        return linear(parts[0][0].astype(jnp.bfloat16), weight_of_32), parts
+
+    weight_of_32 = weight(3, 64, 32)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+    positions = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    past = jax.ShapeDtypeStruct((1, 3, 64), jnp.bfloat16)
+    taps = jax.ShapeDtypeStruct((64, 4), jnp.bfloat16)
+    found = calls_of(ops.chain_calls(step), x, positions, past, taps)
+    assert "nvfp4_causal_convolution_cuda" in found
+    assert "nvfp4_call_chain_cuda" not in found
+
+
 def test_calls_of_two_platforms_are_not_joined():
     def step(q, keys, values, positions):
         return linear(attend(q, keys, values, positions).reshape(1, 64), WIDE)
