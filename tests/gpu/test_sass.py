@@ -220,7 +220,10 @@ def test_kernels_are_the_same_everywhere(code, arch):
 
 
 def test_hopper_product_uses_warpgroup_instructions(code):
-    """A step has two tiles with four wgmmas of 16 of k each. The bulk engine copies the data."""
+    """A step has two tiles with four wgmmas of 16 of k each. The bulk engine copies the data.
+
+    In tiles of 32 rows or more, it also copies rows of x, 32 at a time, by their tensor map.
+    """
     hopper = kernels(code, "sm_90a", "ExpertGemmSm90")
     assert len(hopper) == HOPPER_KERNELS
     for name, count in hopper.items():
@@ -228,6 +231,7 @@ def test_hopper_product_uses_warpgroup_instructions(code):
         # If ptxas serializes the wgmmas (warning C7510 and others), each has a fence and a wait.
         assert count["WARPGROUP"] < count["HGMMA"], f"{name} waits after every product"
         assert count["UBLKCP"] >= 2, name
+        assert (count["UTMALDG"] > 0) == (int(re.search(r"ConfigILi(\d+)E", name)[1]) >= 32), name
         assert count["HMMA"] == 0, name
 
 

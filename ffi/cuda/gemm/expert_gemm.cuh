@@ -22,6 +22,7 @@ struct LeftOperand {
   const void* values;    // [*, k]
   const int32_t* slots;  // if set, sorted row r is row slots[r] / slots_per_row
   int32_t slots_per_row;
+  int32_t rows;              // of `values`
   const float* row_scale;    // [rows] in sorted order; or null
   const float* input_scale;  // [e] or null
   // Set for the engine on FP4 tensor cores. Then `values` are codes in sorted order, rows PadK(k) /

@@ -11,7 +11,8 @@
 // A block of threads has kGroups consumer warpgroups and one producer warpgroup. One step of the
 // pipeline covers kDepth times 64 of k, and kStages steps are in flight:
 //   producer warps 0, 1    copy codes and scales by bulk copies, one lane for each weight tile
-//   producer warps 2, 3    copy rows of x by cp.async into the 128-byte swizzle, with zeros past k
+//   producer warps 2, 3    copy rows of x into the 128-byte swizzle, with zeros past k: by a tensor
+//                          map if the rows lie one after the other, otherwise by cp.async
 //   consumers              unpack a weight tile to fragments while the MMAs of the previous one run
 // tile_scheduler.cuh divides the work. If an output tile is split, the block stores a partial sum,
 // or adds the partial sums of other blocks (partial_sums.cuh).
@@ -27,6 +28,7 @@
 #include "cuda/gemm/expert_gemm.cuh"
 #include "cuda/instructions/ampere.cuh"
 #include "cuda/instructions/hopper.cuh"
+#include "cuda/instructions/tensor_map.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/scheduling/partial_sums.cuh"
 #include "cuda/scheduling/stage_ring.cuh"
@@ -38,6 +40,7 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr uint32_t kGroupThreads = 128;  // threads of a warpgroup
 constexpr int kGatherThreads = 64;
 constexpr int kRowBytes = 2 * kTileK;  // one row of x, 64 of k
+constexpr int kPartRows = 32;          // rows of x that a copy by the tensor map brings
 constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
 
 // kRows: the most tokens of a tile. The MMAs of a tile cover its tokens rounded up to kRowStep.
@@ -62,6 +65,8 @@ struct Config {
   };
   static constexpr int kSliceBytes = kRows * kRowBytes;  // rows of x for 64 of k
   static constexpr int kRowsBytes = kDepth * kSliceBytes;
+  // Whether rows that lie one after the other come by a tensor map. Smaller tiles have too few.
+  static constexpr bool kCopiesParts = kRows % kPartRows == 0;
   static constexpr int kScaleOffset = 2 * kGroups * kTileCodeBytes;
   static constexpr int kWeightBytes = 2 * kGroups * kTileBytes;
   using Staged = StagedStore<kRows, kTiles>;
@@ -189,6 +194,43 @@ __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& s
   }
   WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
   Arrive(shared.full + 8 * ring.stage);
+}
+
+// Whether rows of x are copied by their tensor map.
+template <typename C>
+__host__ __device__ __forceinline__ bool CopiesParts(const ExpertGemm& p) {
+  return C::kCopiesParts && p.left.slots == nullptr;
+}
+
+// Copies rows of x that lie one after the other, by their tensor map. Lane i copies part i of a
+// tile. The last part also brings rows behind the tile, whose sums are not stored.
+template <typename C>
+__device__ __forceinline__ void ProduceParts(const ExpertGemm& p, const TensorMap& x,
+                                             const Shared& shared, int lane) {
+  StageRing<C::kStages> ring;
+  TileScheduler scheduler(p.rows, p.rule, p.schedule);
+  while (scheduler.Next()) {
+    const WorkUnit& work = scheduler.work;
+    const int parts = (work.tile.rows + kPartRows - 1) / kPartRows;
+    for (int32_t step = work.begin; step < work.end; ++step) {
+      const uint32_t full = shared.full + 8 * ring.stage;
+      WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+      if (lane == 0) ArriveExpect(full, C::kDepth * parts * kPartRows * kRowBytes);
+      __syncwarp();
+      if (lane < parts) {
+        const uint32_t target =
+            shared.rows + ring.stage * C::kRowsBytes + lane * kPartRows * kRowBytes;
+#pragma unroll
+        for (int d = 0; d < C::kDepth; ++d) {
+          CopyTile(target + d * C::kSliceBytes, x, (step * C::kDepth + d) * kTileK,
+                   work.tile.row + lane * kPartRows, 0, 0, full);
+        }
+      }
+      ring.Next();
+    }
+  }
+  WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+  if (lane == 0) Arrive(shared.full + 8 * ring.stage);
 }
 
 template <typename T, typename C>
@@ -378,13 +420,15 @@ struct Consumer {
 
 template <typename T, typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    ExpertGemmSm90(const __grid_constant__ ExpertGemm p, const TileConstants constants) {
+    ExpertGemmSm90(const __grid_constant__ ExpertGemm p, const TileConstants constants,
+                   const __grid_constant__ TensorMap x) {
   NVFP4_DYNAMIC_SHARED(dynamic);
   __shared__ __align__(8) uint64_t barriers[2 * C::kStages];
   __shared__ WorkUnit announced[C::kStages];
   if (threadIdx.x == 0) {
+    const uint32_t row_producers = CopiesParts<C>(p) ? 1 : kGatherThreads;
     for (int stage = 0; stage < C::kStages; ++stage) {
-      InitBarrier(SharedAddress(barriers + stage), kGatherThreads + 2);
+      InitBarrier(SharedAddress(barriers + stage), row_producers + 2);
       InitBarrier(SharedAddress(barriers + C::kStages + stage), C::kGroups * (kGroupThreads / 32));
     }
     FenceBarrierInit();
@@ -416,7 +460,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
       WaitForPrecedingKernel();
       if (thread == kGroupThreads - 1) StartNextKernel();
-      ProduceRows<C>(p, shared, thread - 64);
+      if (!CopiesParts<C>(p)) {
+        ProduceRows<C>(p, shared, thread - 64);
+      } else if (thread < 96) {
+        ProduceParts<C>(p, x, shared, thread - 64);
+      }
     }
   } else {
     GrowRegisters<C::kConsumerRegisters>();
@@ -450,11 +498,24 @@ struct Variant {
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
+// Returns an empty map where the kernel does not use it.
+template <typename C>
+cudaError_t MakeRowMap(const ExpertGemm& gemm, TensorMap* x) {
+  *x = {};
+  if (!CopiesParts<C>(gemm)) return cudaSuccess;
+  const auto k = static_cast<uint64_t>(gemm.k), rows = static_cast<uint64_t>(gemm.left.rows);
+  const uint64_t row_bytes = 2 * k, all_bytes = rows * row_bytes;
+  return MakeTensorMap(
+      {gemm.left.values, {k, rows, 1, 1}, {row_bytes, all_bytes, all_bytes}, {kPartRows, 1, 1}}, x);
+}
+
 template <typename T, typename C>
 cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
+  TensorMap x;
+  NVFP4_RETURN_IF_CUDA_ERROR(MakeRowMap<C>(gemm, &x));
   return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.schedule.blocks)), C::kThreads,
                     C::kSharedBytes, /*overlaps=*/true, ExpertGemmSm90<T, C>, gemm,
-                    MakeTileConstants<T>());
+                    MakeTileConstants<T>(), x);
 }
 
 template <typename C>

@@ -80,7 +80,12 @@ inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& bu
   up.rule = plan.rule;
   up.partial_sums = tables.partial_sums;
   up.type = call.type;
-  up.left = {chunk.x, tables.rows.slots, static_cast<int32_t>(shape.top_k), nullptr, nullptr};
+  up.left = {chunk.x,
+             tables.rows.slots,
+             static_cast<int32_t>(shape.top_k),
+             static_cast<int32_t>(chunk.tokens),
+             nullptr,
+             nullptr};
   up.weight = buffers.gate_up;
   up.bias_rows = static_cast<int32_t>(shape.n1);
   up.parts = call.activation.gated ? 2 : 1;
@@ -93,7 +98,7 @@ inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& bu
 
   ExpertGemm down = up;
   down.plan_is_older = true;
-  down.left = {activated, nullptr, 1, nullptr, nullptr};
+  down.left = {activated, nullptr, 1, static_cast<int32_t>(chunk.slots), nullptr, nullptr};
   down.weight = buffers.down;
   down.bias_rows = up.k;
   down.parts = 1;
@@ -163,7 +168,7 @@ inline ExpertGemm MakeGroupedProduct(const GroupedGemmCall& call, const GroupedG
   gemm.rule = plan.rule;
   gemm.partial_sums = tables.partial_sums;
   gemm.type = call.type;
-  gemm.left = {chunk.x, nullptr, 1, nullptr, nullptr};
+  gemm.left = {chunk.x, nullptr, 1, static_cast<int32_t>(chunk.rows), nullptr, nullptr};
   gemm.weight = buffers.weight;
   gemm.bias_rows = static_cast<int32_t>(shape.n);
   gemm.parts = static_cast<int32_t>(shape.parts);

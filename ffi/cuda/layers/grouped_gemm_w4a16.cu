@@ -86,7 +86,7 @@ cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
                       const GroupedGemmBuffers& buffers, const LinearFewCut& cut) {
   ExpertGemm gemm = {};
   gemm.type = call.type;
-  gemm.left = {buffers.x, nullptr, 1, nullptr, nullptr};
+  gemm.left = {buffers.x, nullptr, 1, static_cast<int32_t>(call.shape.m), nullptr, nullptr};
   gemm.weight = buffers.weight;
   gemm.bias_rows = gemm.columns = static_cast<int32_t>(call.shape.n);
   gemm.parts = static_cast<int32_t>(call.shape.parts);

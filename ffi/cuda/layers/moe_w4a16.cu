@@ -86,7 +86,7 @@ cudaError_t LaunchScaleRows(cudaStream_t stream, const MoECall& call, const Toke
                                     static_cast<const T*>(up->left.values), chunk.expert_weights,
                                     up->rows, static_cast<int32_t>(call.shape.e),
                                     up->left.slots_per_row, up->k, scaled));
-  up->left = {scaled, nullptr, 1, nullptr, nullptr};
+  up->left = {scaled, nullptr, 1, static_cast<int32_t>(chunk.slots), nullptr, nullptr};
   return cudaSuccess;
 }
 

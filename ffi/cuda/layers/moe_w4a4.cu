@@ -56,7 +56,9 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
     const QuantizedRows& activated = workspace.activated;
     const float* input_scale = buffers.down.input_scale;
     up.output = {activated.codes, call.type, nullptr, activated.block_scale, input_scale};
-    down.left = {activated.codes, nullptr, 1, nullptr, input_scale, activated.block_scale};
+    down.left = {
+        activated.codes,      nullptr, 1, static_cast<int32_t>(chunk.slots), nullptr, input_scale,
+        activated.block_scale};
   }
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchSort(stream, call, chunk, products));
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, chunk.slots, shape.e,

@@ -38,7 +38,8 @@ inline cudaError_t LaunchRoundRows(cudaStream_t stream, ActivationScale scale, i
   RowQuantizer quantizer =
       MakeRowQuantizer(scale, max_rows, experts, slot_weights, row_scale, gemm);
   quantizer.rounded = rounded;
-  gemm->left = {rounded, nullptr, 1, quantizer.row_scale, quantizer.input_scale};
+  const auto rows = static_cast<int32_t>(max_rows);
+  gemm->left = {rounded, nullptr, 1, rows, quantizer.row_scale, quantizer.input_scale};
   return LaunchQuantizeRows(stream, quantizer);
 }
 
@@ -67,7 +68,12 @@ inline cudaError_t LaunchEncodeRows(cudaStream_t stream, ActivationScale scale, 
   quantizer.codes = quantized.codes;
   quantizer.block_scale = quantized.block_scale;
   quantizer.padded_k = static_cast<int32_t>(PadK(gemm->k));
-  gemm->left = {quantized.codes,      nullptr, 1, quantizer.row_scale, quantizer.input_scale,
+  gemm->left = {quantized.codes,
+                nullptr,
+                1,
+                static_cast<int32_t>(max_rows),
+                quantizer.row_scale,
+                quantizer.input_scale,
                 quantized.block_scale};
   return LaunchQuantizeRows(stream, quantizer);
 }
