@@ -20,7 +20,8 @@
 // The kernel may start before the preceding one ends. What it reads first, the schedule and the
 // weights, is then older than the preceding kernel (see moe_w4a16.cu).
 //
-// Needs: sm_90a. Tests: tests/gpu/test_cuda_kernel.py, test_sass.py.
+// Needs: sm_90a. Tests: tests/emulation/test_emulation.py, tests/gpu/test_cuda_kernel.py,
+// test_sass.py.
 #include <algorithm>
 
 #include "cuda/epilogues/direct_store.cuh"
