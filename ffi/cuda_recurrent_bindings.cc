@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "call_chain.h"
 #include "checks.h"
 #include "cuda/launch.h"
 #include "cuda_checks.h"
@@ -22,6 +24,20 @@ struct StepOperands {
   ffi::AnyBuffer projected, positions, conv_weight, A_log, dt_bias, norm, inputs, state;
   ffi::AnyBuffer y, new_inputs, new_state;
 };
+
+// Whether all that a step reads besides what its projection has written is older than the preceding
+// kernel. The inputs and the state must be in place, so that no copy writes them first.
+bool StateIsOlder(const StepOperands& o, const std::vector<ffi::AnyBuffer>& more) {
+  const auto is_older = [](const ffi::AnyBuffer& operand) {
+    return operand.element_count() == 0 || running_chain.IsOlder(RangeOf(operand));
+  };
+  const ffi::AnyBuffer operands[] = {o.positions, o.conv_weight, o.A_log, o.dt_bias,
+                                     o.norm,      o.inputs,      o.state};
+  return o.inputs.untyped_data() == o.new_inputs.untyped_data() &&
+         o.state.untyped_data() == o.new_state.untyped_data() &&
+         std::all_of(std::begin(operands), std::end(operands), is_older) &&
+         std::all_of(more.begin(), more.end(), is_older);
+}
 
 ffi::Error CheckStepTypes(const StepOperands& o, DataType* type) {
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("projected", o.projected.element_type(), type));
@@ -112,7 +128,8 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
                               1.0f / std::sqrt(static_cast<float>(d)),
                               eps,
                               /*channel_decays=*/false,
-                              /*lower_bound=*/0.0f};
+                              /*lower_bound=*/0.0f,
+                              StateIsOlder(operands, {})};
   const DeltaStepBuffers buffers = {projected.untyped_data(),
                                     Data<int32_t>(positions),
                                     Data<float>(conv_weight),
@@ -181,7 +198,8 @@ ffi::Error KimiDeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::Any
                               1.0f / std::sqrt(static_cast<float>(d)),
                               eps,
                               /*channel_decays=*/true,
-                              lower_bound};
+                              lower_bound,
+                              StateIsOlder(operands, {})};
   const DeltaStepBuffers buffers = {projected.untyped_data(),
                                     Data<int32_t>(positions),
                                     Data<float>(conv_weight),
@@ -381,7 +399,8 @@ ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuf
                                {record->kind, false, false, alpha, 0.0f, limit, limit},
                                smallest_step,
                                largest_step,
-                               eps};
+                               eps,
+                               StateIsOlder(operands, {conv_bias, D})};
   const Mamba2StepBuffers buffers = {projected.untyped_data(),
                                      Data<int32_t>(positions),
                                      Data<float>(conv_weight),

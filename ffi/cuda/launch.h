@@ -514,6 +514,9 @@ struct DeltaStepCall {
   // Kimi delta attention: a decay for each channel of a key, and a sigmoid for the gate.
   bool channel_decays;
   float lower_bound;  // smallest logarithm of such a decay, which is negative; 0 for none
+  // Whether positions, weights, inputs and state are older than the preceding kernel
+  // (launch_kernel.cuh).
+  bool state_is_older = false;
 };
 
 struct DeltaStepBuffers {
@@ -607,7 +610,8 @@ struct Mamba2StepCall {
   DataType type;                    // of projected, inputs and y
   ActivationParameters activation;  // after the convolution; not gated
   float smallest_step, largest_step;
-  float eps;  // of the norm
+  float eps;                    // of the norm
+  bool state_is_older = false;  // as in DeltaStepCall
 };
 
 struct Mamba2StepBuffers {

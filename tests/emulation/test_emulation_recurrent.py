@@ -26,6 +26,17 @@ class TestDeltaStep(DeltaStepSuite):
         return functools.partial(recurrent_emulation.gated_delta_step, library)
 
 
+class TestEarlyDeltaStep(DeltaStepSuite):
+    """The kernel that loads the state, and computes once, before it waits for the token."""
+
+    case = axis(*(name for name in DELTA_CASES if name.startswith("full widths")))
+    dtype = axis("bfloat16", "float16", "float32")
+
+    @pytest.fixture
+    def run(self, library):
+        return functools.partial(recurrent_emulation.gated_delta_step, library, older=True)
+
+
 class TestKimiStep(KimiStepSuite):
     case = axis(*KIMI_CASES)
     dtype = axis("bfloat16", "float16", "float32")
@@ -35,6 +46,15 @@ class TestKimiStep(KimiStepSuite):
         return functools.partial(recurrent_emulation.kimi_delta_step, library)
 
 
+class TestEarlyKimiStep(KimiStepSuite):
+    case = axis(*(name for name in KIMI_CASES if name.startswith("full widths")))
+    dtype = axis("bfloat16", "float16", "float32")
+
+    @pytest.fixture
+    def run(self, library):
+        return functools.partial(recurrent_emulation.kimi_delta_step, library, older=True)
+
+
 class TestMamba2Step(Mamba2StepSuite):
     case = axis(*MAMBA_CASES)
     dtype = axis("bfloat16", "float16", "float32")
@@ -42,3 +62,12 @@ class TestMamba2Step(Mamba2StepSuite):
     @pytest.fixture
     def run(self, library):
         return functools.partial(recurrent_emulation.mamba2_step, library)
+
+
+class TestEarlyMamba2Step(Mamba2StepSuite):
+    case = axis(*(name for name in MAMBA_CASES if name.startswith("usual sizes")))
+    dtype = axis("bfloat16", "float16", "float32")
+
+    @pytest.fixture
+    def run(self, library):
+        return functools.partial(recurrent_emulation.mamba2_step, library, older=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from axes import axis
 from gradients import gradients
+from recurrent_chain import lower_behind_layer
 from recurrent_suite import (
     DELTA_CASES,
     KIMI_CASES,
@@ -112,6 +113,28 @@ def test_steps_are_the_same_each_time(make, case):
     for result in map(np.asarray, run(*tokens)):
         repeated = result.reshape(rows, -1)
         assert (repeated.view(np.uint8) == repeated[:1].view(np.uint8)).all()
+
+
+EARLY_CALLS = [call for call in CALLS if call.values[1].startswith(("full widths", "usual sizes"))]
+
+
+@pytest.mark.parametrize(("make", "case"), EARLY_CALLS)
+def test_steps_in_a_chain_have_the_bits_of_steps_alone(make, case):
+    """In a chain, a step reads its state and the past while the layer ahead of it runs."""
+    (projected, positions, inputs, state), step = make(case)
+    lowered, operands = lower_behind_layer(step, projected, positions, inputs, state)
+    assert lowered.as_text().count("nvfp4_call_chain_cuda") == 1
+    assert "nvfp4_dense_few_cuda" in lowered.as_text()
+    run, alone = lowered.compile(), jax.jit(step)
+    expected = [jnp.asarray(x) for x in (inputs, state)]
+    *layer, positions = operands[:3]
+    found = operands[3:]
+    for _ in range(20):
+        y, *found = run(*layer, positions, *found)
+        true_y, *expected = alone(jnp.asarray(projected), positions, *expected)
+        assert np.asarray(y).tobytes() == np.asarray(true_y).tobytes()
+        for own, true in zip(found, expected, strict=True):
+            assert np.asarray(own).tobytes() == np.asarray(true).tobytes()
 
 
 def test_a_step_without_donation_keeps_its_operands():

@@ -16,6 +16,7 @@ from machine_code import (
     MEMORY,
     START_NEXT,
     WAIT,
+    is_early_step,
     kernels,
     run,
 )
@@ -184,7 +185,8 @@ def test_few_slots_have_the_static_shared_memory_that_is_counted(extension, kern
 def test_kernels_that_overlap_wait(listing, kernel, arch):
     """They wait before they start the next kernel, and before they access memory.
 
-    A short kernel starts the next one at two places. The flag of its call decides at which.
+    A short kernel starts the next one at two places. The flag of its call decides at which. A step
+    of a recurrent mixer has a second kernel, which knows what a chain does not write.
     """
     found = {k: c for k, c in listing[arch].items() if f"{len(kernel)}{kernel}" in k}
     assert found
@@ -194,7 +196,7 @@ def test_kernels_that_overlap_wait(listing, kernel, arch):
         starts = [i for i, operation in enumerate(operations) if operation == START_NEXT]
         assert (min(starts) < wait) == (kernel in START_FIRST + START_AND_READ_FIRST), name
         assert wait < max(starts), name
-        if kernel not in READ_FIRST + START_AND_READ_FIRST:
+        if kernel not in READ_FIRST + START_AND_READ_FIRST and not is_early_step(name):
             assert not MEMORY.intersection(operations[:wait]), name
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from convolution_suite import CONVOLUTIONS, make_convolution
 from delta_rule_suite import CHANNEL_DELTA, DELTA
 from mamba2_scan_suite import MAMBA2
+from recurrent_chain import lower_behind_layer
 from recurrent_suite import (
     DELTA_CASES,
     KIMI_CASES,
@@ -38,16 +39,35 @@ def run_recurrent_step(dtype):
         tokens, weights = take_rates(name, *make_delta(name, np.dtype(dtype)))
         options = weights | backend | {"interleaved": case.interleaved}
         check_step("delta", dtype, name, ops.gated_delta_step(*map(jnp.asarray, tokens), **options))
+        step = functools.partial(ops.gated_delta_step, **options)
+        check_in_chain("delta", dtype, name, step, tokens)
     for name, case in KIMI_CASES.items():
         tokens, weights = make_kimi(name, np.dtype(dtype))
         projected, *rest = map(jnp.asarray, tokens)
         options = weights | backend | {"lower_bound": case.lower_bound}
         options |= dict(zip(names, rest, strict=True))
         check_step("kimi", dtype, name, ops.kimi_delta_step(projected, **options))
+        step = functools.partial(kimi_step_of, options)
+        check_in_chain("kimi", dtype, name, step, tokens)
     for name, case in MAMBA_CASES.items():
         tokens, weights = make_mamba(name, np.dtype(dtype))
         options = weights | backend | case.options
         check_step("mamba2", dtype, name, ops.mamba2_step(*map(jnp.asarray, tokens), **options))
+        step = functools.partial(ops.mamba2_step, **options)
+        check_in_chain("mamba2", dtype, name, step, tokens)
+
+
+def kimi_step_of(options, projected, positions, inputs, state):
+    """Run a step of Kimi delta attention."""
+    own = options | {"positions": positions, "inputs": inputs, "state": state}
+    return ops.kimi_delta_step(projected, **own)
+
+
+def check_in_chain(kind, dtype, name, step, tokens):
+    """Run a step of the sizes that models have behind the layer that writes its token."""
+    if name.startswith(("full widths", "usual sizes")) and np.dtype(dtype) != np.float32:
+        lowered, operands = lower_behind_layer(step, *tokens)
+        check_step(f"{kind} in a chain", dtype, name, lowered.compile()(*operands))
 
 
 def check_step(kind, dtype, name, results):

@@ -25,6 +25,16 @@ WAIT, START_NEXT = "ACQBULK", "PREEXIT"
 MEMORY = {"LDG", "LDGSTS", "STG", "LD", "ST", "ATOMG", "ATOM", "REDG", "RED", "UBLKCP"}
 
 
+# A step of a recurrent mixer that loads the state before it waits: kEarly in delta_step.cu and
+# mamba2_step.cu.
+_EARLY_STEP = re.compile(r"9DeltaStepI.*Lb1ELb[01]ELb1EE|10Mamba2StepI.*Li8ELb1EE")
+
+
+def is_early_step(kernel):
+    """Return whether a kernel is a step of a recurrent mixer that loads the state first."""
+    return _EARLY_STEP.search(kernel) is not None
+
+
 def cuobjdump():
     """Return the path of cuobjdump."""
     found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")

@@ -13,6 +13,8 @@ from jax_nvfp4_moe.backends.recurrent import (
     mamba2_scan_workspace_bytes,
 )
 
+_LARGE = 132  # multiprocessors of a device with room for all blocks of a step
+
 
 class _DeltaStepCall(ctypes.Structure):
     _fields_: ClassVar = [
@@ -24,6 +26,7 @@ class _DeltaStepCall(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("channel_decays", ctypes.c_bool),
         ("lower_bound", ctypes.c_float),
+        ("state_is_older", ctypes.c_bool),
     ]
 
 
@@ -36,6 +39,7 @@ class _Mamba2StepCall(ctypes.Structure):
         ("smallest_step", ctypes.c_float),
         ("largest_step", ctypes.c_float),
         ("eps", ctypes.c_float),
+        ("state_is_older", ctypes.c_bool),
     ]
 
 
@@ -137,12 +141,16 @@ def mamba2_scan(
     return _run(library, bound, operands, [x], size, multiprocessors, shared_bytes, (state,))
 
 
-def gated_delta_step(library, *tokens, interleaved, eps, rates=None, **weights):
-    """Return y, the new inputs and the new state, as `ops.gated_delta_step` does."""
+def gated_delta_step(library, *tokens, interleaved, eps, rates=None, older=False, **weights):
+    """Return y, the new inputs and the new state, as `ops.gated_delta_step` does.
+
+    If `older`, all but the token is older than the preceding kernel, on a large device.
+    """
     projected, positions, inputs, state = tokens
     b, m, r, d, e = state.shape
     sizes = b, m, r, d, e, weights["conv_weight"].shape[1]
-    call = _DeltaStepCall(*sizes, _TYPES[inputs.dtype.name], interleaved, d**-0.5, eps, False, 0.0)
+    kind = _TYPES[inputs.dtype.name]
+    call = _DeltaStepCall(*sizes, kind, interleaved, d**-0.5, eps, False, 0.0, older)
     return _delta_step(
         library, call, (projected, positions, rates, None, None), inputs, state, weights
     )
@@ -160,13 +168,17 @@ def kimi_delta_step(
     eps,
     lower_bound=None,
     rates=None,
+    older=False,
     **weights,
 ):
-    """Return y, the new inputs and the new state, as `ops.kimi_delta_step` does."""
+    """Return y, the new inputs and the new state, as `ops.kimi_delta_step` does.
+
+    `older` is as for `gated_delta_step`.
+    """
     b, n, d, e = state.shape
     sizes = b, n, 1, d, e, weights["conv_weight"].shape[1]
     kind = _TYPES[inputs.dtype.name]
-    call = _DeltaStepCall(*sizes, kind, False, d**-0.5, eps, True, lower_bound or 0.0)
+    call = _DeltaStepCall(*sizes, kind, False, d**-0.5, eps, True, lower_bound or 0.0, older)
     tokens = projected, positions, rates, decays, gates
     return _delta_step(library, call, tokens, inputs, state, weights)
 
@@ -177,18 +189,23 @@ def _delta_step(library, call, tokens, inputs, state, weights):
     names = ("conv_weight", "A_log", "dt_bias", "norm")
     operands = [*tokens[:2], *(weights[name] for name in names), *tokens[2:]]
     y = np.empty((call.b, 1, call.key_heads * call.shared * call.e), inputs.dtype)
-    return _run(library, bound, operands, [y], 0, 1, in_place=(inputs, state))
+    multiprocessors = _LARGE if call.state_is_older else 1
+    return _run(library, bound, operands, [y], 0, multiprocessors, in_place=(inputs, state))
 
 
-def mamba2_step(library, *tokens, activation, step_limits, eps, **weights):
-    """Return y, the new inputs and the new state, as `ops.mamba2_step` does."""
+def mamba2_step(library, *tokens, activation, step_limits, eps, older=False, **weights):
+    """Return y, the new inputs and the new state, as `ops.mamba2_step` does.
+
+    `older` is as for `gated_delta_step`.
+    """
     projected, positions, inputs, state = tokens
     (b, heads, p, n), (channels, taps) = state.shape, weights["conv_weight"].shape
     sizes = b, heads, (channels - heads * p) // (2 * n), p, n, taps
     kind = _activation(Options(activation=activation.name, limit=activation.limit))
-    call = _Mamba2StepCall(*sizes, _TYPES[inputs.dtype.name], kind, *step_limits, eps)
+    call = _Mamba2StepCall(*sizes, _TYPES[inputs.dtype.name], kind, *step_limits, eps, older)
     bound = functools.partial(library.mamba2_step, ctypes.byref(call))
     names = ("conv_weight", "conv_bias", "A_log", "dt_bias", "D", "norm")
     operands = [projected, positions, *(weights[name] for name in names)]
     y, scratch = np.empty((b, 1, heads * p), inputs.dtype), 4 * b * heads * p
-    return _run(library, bound, operands, [y], scratch, 1, in_place=(inputs, state))
+    multiprocessors = _LARGE if older else 1
+    return _run(library, bound, operands, [y], scratch, multiprocessors, in_place=(inputs, state))

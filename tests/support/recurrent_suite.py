@@ -47,6 +47,7 @@ DELTA_CASES = {
     "a long past": DeltaCase((2, 2, 16, 16), 7, False, (3, PADDING)),
     "rates apart": DeltaCase((2, 3, 16, 8), 3, False, (7, PADDING + 1, 0), True),
     "full widths, rates apart": DeltaCase((1, 2, 128, 128), 4, True, (0, 9), True),
+    "full widths, a long past": DeltaCase((1, 2, 128, 128), 7, False, (3, PADDING)),
     "two kernels, rates apart": DeltaCase((2, 9, 16, 32), apart=True),
 }
 
@@ -332,6 +333,7 @@ class MambaCase:
 
 MAMBA_CASES = {
     "usual sizes": MambaCase((4, 2, 64, 128), positions=(0, PADDING, 9)),
+    "usual sizes, a long past": MambaCase((2, 1, 64, 128), 7, (3, PADDING)),
     "one group": MambaCase((3, 1, 64, 128), bias=False),
     "small": MambaCase((6, 3, 16, 8), 3, (7, PADDING + 1), step_limits=(0.5, 1.0)),
     "largest": MambaCase((2, 1, 128, 128), 2),

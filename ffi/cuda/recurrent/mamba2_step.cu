@@ -12,7 +12,7 @@
 // what the first kernel does not write.
 //
 // Bottleneck: reading and writing the state. Its loads are issued first. While the preceding kernel
-// still runs, the state comes into the L2 cache.
+// still runs, the state comes into the L2 cache, or into registers (see delta_step.cu).
 //
 // Needs: p and n at most 128, n a multiple of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
@@ -57,9 +57,9 @@ __device__ __forceinline__ int32_t FindChannel(const Mamba2StepCall& c, const Si
 }
 
 // `kUsual` says that p and n have the usual sizes. `kRows` is the number of rows of the state in
-// the registers of a thread.
-template <typename T, bool kUsual, int kRows>
-__global__ void __launch_bounds__(kThreads, kUsual ? 3 : 1)
+// the registers of a thread. `kEarly` is as in delta_step.cu.
+template <typename T, bool kUsual, int kRows, bool kEarly>
+__global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
     Mamba2Step(const Mamba2StepCall call, const Mamba2StepBuffers p) {
   __shared__ __align__(16) float mixed[3 * kMaxWidth];  // x, B and C
   // One partial sum for each row and lane. Rows of odd length start in different banks.
@@ -82,84 +82,103 @@ __global__ void __launch_bounds__(kThreads, kUsual ? 3 : 1)
   const int64_t row = blockIdx.x / c.heads;
   const Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row);
   int32_t channels[2] = {};
+  // Calls function(its number, the channel of the head) for the channels that this thread
+  // convolves.
+  const auto each_channel = [&](const auto& function) {
 #pragma unroll
-  for (int pass = 0; pass < 2; ++pass) {
-    const int i = pass * kThreads + thread;
-    if (i >= c.p + 2 * c.n) continue;
-    channels[pass] = FindChannel(c, sizes, head, group, i);
-    PrefetchWindow(convolution, channels[pass]);
-  }
-  PrefetchLines(state - thread, c.p * lanes * 16, thread, kThreads);
-  WaitForPrecedingKernel();
-  StartNextKernel();
-  float4 values[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (kUsual || (active && line_group + i * groups < c.p)) {
-      values[i] = __ldcs(state + i * groups * lanes);
+    for (int own = 0; own < 2; ++own) {
+      const int i = own * kThreads + thread;
+      if (i < c.p + 2 * c.n) function(own, i);
     }
-  }
-
-  const T* projected = static_cast<const T*>(p.projected) + row * sizes.row;
-  const bool present = p.positions[row] < kPaddingPosition;
-  // All loads are issued before the first of them is used.
+  };
+  each_channel([&](int own, int i) { channels[own] = FindChannel(c, sizes, head, group, i); });
+  float4 values[kRows];
   Window<T> windows[2] = {};
   float biases[2] = {};
+  bool present = false;
+  // Loads all that may be older than the preceding kernel.
+  const auto load_older = [&] {
 #pragma unroll
-  for (int pass = 0; pass < 2; ++pass) {
-    const int i = pass * kThreads + thread;
-    if (i >= c.p + 2 * c.n) continue;
-    windows[pass] =
-        LoadWindow(convolution, channels[pass], projected[sizes.inner + channels[pass]]);
-    biases[pass] = p.conv_bias == nullptr ? 0.0f : p.conv_bias[channels[pass]];
+    for (int i = 0; i < kRows; ++i) {
+      values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (kUsual || (active && line_group + i * groups < c.p)) {
+        values[i] = __ldcs(state + i * groups * lanes);
+      }
+    }
+    each_channel([&](int own, int) {
+      windows[own] = LoadWindow(convolution, channels[own], FromFloat<T>(0.0f));
+      biases[own] = p.conv_bias == nullptr ? 0.0f : p.conv_bias[channels[own]];
+    });
+    present = p.positions[row] < kPaddingPosition;
+  };
+  if constexpr (kEarly) {
+    load_older();
+  } else {
+    each_channel([&](int own, int) { PrefetchWindow(convolution, channels[own]); });
+    PrefetchLines(state - thread, c.p * lanes * 16, thread, kThreads);
   }
-  float gate = 0.0f;
-  if (thread < c.p) gate = ToFloat(projected[head * c.p + thread]);
-  if (thread == kThreads - 1) {
-    const float raw = ToFloat(projected[sizes.inner + sizes.channels + head]);
-    const float step = Softplus(raw + p.dt_bias[head]);
-    const float clipped = AtLeast(AtMost(step, c.largest_step), c.smallest_step);
-    step_and_decay[0] = present ? clipped : 0.0f;
-    step_and_decay[1] = present ? expf(-clipped * expf(p.A_log[head])) : 1.0f;
-  }
-#pragma unroll
-  for (int pass = 0; pass < 2; ++pass) {
-    const int i = pass * kThreads + thread;
-    if (i >= c.p + 2 * c.n) continue;
-    const float sum = Convolve(convolution, channels[pass], windows[pass]) + biases[pass];
-    mixed[i] = ActivateGate(c.activation, sum);
-    if (i < c.p && present) Advance(convolution, channels[pass], windows[pass]);
-  }
-  __syncthreads();
+  // Computes the step, twice with `kEarly`, as in delta_step.cu.
+  const auto compute = [&](const bool last) {
+    float gate = 0.0f, raw = 0.0f;
+    if (last) {
+      WaitForPrecedingKernel();
+      StartNextKernel();
+      // All loads are issued before the first of them is used.
+      if constexpr (!kEarly) load_older();
+      const T* projected = static_cast<const T*>(p.projected) + row * sizes.row;
+      each_channel(
+          [&](int own, int) { windows[own].inputs[0] = projected[sizes.inner + channels[own]]; });
+      if (thread < c.p) gate = ToFloat(projected[head * c.p + thread]);
+      if (thread == kThreads - 1) raw = ToFloat(projected[sizes.inner + sizes.channels + head]);
+      if constexpr (kEarly) __syncthreads();  // the first one has read all of shared memory
+    }
+    if (thread == kThreads - 1) {
+      const float step = Softplus(raw + p.dt_bias[head]);
+      const float clipped = AtLeast(AtMost(step, c.largest_step), c.smallest_step);
+      step_and_decay[0] = present ? clipped : 0.0f;
+      step_and_decay[1] = present ? expf(-clipped * expf(p.A_log[head])) : 1.0f;
+    }
+    each_channel([&](int own, int i) {
+      const float sum = Convolve(convolution, channels[own], windows[own]) + biases[own];
+      mixed[i] = ActivateGate(c.activation, sum);
+      if (last && i < c.p && present) Advance(convolution, channels[own], windows[own]);
+    });
+    __syncthreads();
 
-  const float step = step_and_decay[0], decay = step_and_decay[1];
-  float b[4], out[4];
+    const float step = step_and_decay[0], decay = step_and_decay[1];
+    float b[4], out[4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    b[j] = mixed[c.p + 4 * column + j];
-    out[j] = mixed[c.p + c.n + 4 * column + j];
-  }
+    for (int j = 0; j < 4; ++j) {
+      b[j] = mixed[c.p + 4 * column + j];
+      out[j] = mixed[c.p + c.n + 4 * column + j];
+    }
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const int line = line_group + i * groups;
-    if (!kUsual && (!active || line >= c.p)) continue;
-    const float scaled = step * mixed[line];
-    const float4 next =
-        make_float4(decay * values[i].x + scaled * b[0], decay * values[i].y + scaled * b[1],
-                    decay * values[i].z + scaled * b[2], decay * values[i].w + scaled * b[3]);
-    if (present) state[i * groups * lanes] = next;
-    partial[line * kRowLanes + column] =
-        (next.x * out[0] + next.y * out[1]) + (next.z * out[2] + next.w * out[3]);
-  }
-  __syncthreads();
+    for (int i = 0; i < kRows; ++i) {
+      const int line = line_group + i * groups;
+      if (!kUsual && (!active || line >= c.p)) continue;
+      const float scaled = step * mixed[line];
+      const float4 next =
+          make_float4(decay * values[i].x + scaled * b[0], decay * values[i].y + scaled * b[1],
+                      decay * values[i].z + scaled * b[2], decay * values[i].w + scaled * b[3]);
+      if (last && present) state[i * groups * lanes] = next;
+      partial[line * kRowLanes + column] =
+          (next.x * out[0] + next.y * out[1]) + (next.z * out[2] + next.w * out[3]);
+    }
+    __syncthreads();
 
-  if (thread < c.p) {
-    float y = 0.0f;
+    if (thread < c.p) {
+      float y = 0.0f;
 #pragma unroll 8
-    for (int lane = 0; lane < lanes; ++lane) y += partial[thread * kRowLanes + lane];
-    y += p.D[head] * mixed[thread];
-    p.gated[row * sizes.inner + head * c.p + thread] = y * Silu(gate);
+      for (int lane = 0; lane < lanes; ++lane) y += partial[thread * kRowLanes + lane];
+      y += p.D[head] * mixed[thread];
+      if (last) p.gated[row * sizes.inner + head * c.p + thread] = y * Silu(gate);
+    }
+  };
+  if constexpr (kEarly) {
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) compute(pass == 1);
+  } else {
+    compute(true);
   }
 }
 
@@ -210,7 +229,11 @@ cudaError_t LaunchMamba2StepOf(cudaStream_t stream, const Mamba2StepCall& c,
   constexpr int kUsualRows = kUsualP * kUsualN / 4 / kThreads;
   constexpr int kMostRows = kMaxWidth * kMaxWidth / 4 / kThreads;
   const bool usual = c.p == kUsualP && c.n == kUsualN;
-  const auto kernel = usual ? Mamba2Step<T, true, kUsualRows> : Mamba2Step<T, false, kMostRows>;
+  const bool early = c.state_is_older && MayOverlap(Mamba2Step<T, true, kUsualRows, true>) &&
+                     c.b * c.heads <= MultiprocessorCount();
+  const auto kernel = !usual  ? Mamba2Step<T, false, kMostRows, false>
+                      : early ? Mamba2Step<T, true, kUsualRows, true>
+                              : Mamba2Step<T, true, kUsualRows, false>;
   const dim3 grid(static_cast<unsigned>(c.b * c.heads));
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchWide(stream, grid, kThreads, 0, true, kernel, c, p));
   const dim3 blocks(static_cast<unsigned>(c.b * c.groups));
