@@ -40,6 +40,7 @@ GUIDES = tuple(
         "accuracy",
         "how_it_works",
         "build",
+        "where_time_goes",
     )
 )
 
