@@ -20,10 +20,10 @@
 //
 // A chain of calls (call_chain.h) knows which of its operands no call has written so far. They are
 // "older than the preceding kernel" for every call of the chain but the first. A kernel may read
-// them before it waits: weights, the positions of tokens, and the cache of a layer that only this
-// call writes. The first kernel of a call reads nothing else. Short kernels between others, such as
-// norms, may therefore break rule 2 in a chain (WaitAndStartNextKernel): the kernel after them
-// loads its weights meanwhile. So may a linear layer of one row (linear_row.cu).
+// them before it waits: weights, the positions of tokens, and the cache or the state of a layer
+// that only this call writes. The first kernel of a call reads nothing else. Short kernels between
+// others, such as norms, may therefore break rule 2 in a chain (WaitAndStartNextKernel): the kernel
+// after them loads its weights meanwhile. So may a linear layer of one row (linear_row.cu).
 //
 // A chain also knows what the preceding call has written. If that call keeps rule 2, everything
 // that it has not written is older (RunningChain::IsOlderThan). GEMM 1 of an expert layer therefore
