@@ -90,6 +90,8 @@ CUDA_LAYERS = {
     # Steps of 256 of k, and the rest of k is no multiple of 64. The last tile of weights is alone.
     "few_rows_of_many_experts": (40, 2, 32, 592, 336, _one_of_many),
     "few_rows_of_whole_steps": (50, 3, 34, 512, 256, uniform(50, 3, 34)),
+    # More slots than the kernels for few slots take, and less than one for twelve experts.
+    "most_experts_without_rows": (12, 3, 448, 272, 16, uniform(12, 3, 448)),
 }
 # Layers whose output is zeros, because no token has an expert.
 EMPTY = {
