@@ -16,7 +16,9 @@ of a copy, measured in the same run.
 A profile of a loop with one step tells what a step does on the device. It has the number of
 kernels, their time, and the share of that time outside our kernels. Kernels that overlap count
 twice. It also has the number of copies to the host, each of which is a wait. No program may compile
-after the first round; otherwise the exit status is 1. XLA_FLAGS take effect and are recorded.
+after the first round; otherwise the exit status is 1. XLA_FLAGS take effect and are recorded. A row
+has a digest of its new tokens, which says whether two runs had equal results. For such runs add
+``--xla_gpu_autotune_level=0`` to XLA_FLAGS: otherwise XLA chooses its own products by their time.
 
 `--llama` and `--transformers` time the same cells with llama.cpp and with transformers
 (`model_peers.py`). The table then says how many times as fast as each of them a step is. Writes
@@ -25,6 +27,7 @@ after the first round; otherwise the exit status is 1. XLA_FLAGS take effect and
 
 import argparse
 import collections
+import hashlib
 import json
 import os
 import pathlib
@@ -91,9 +94,14 @@ class FilledCache:
         """Return a copy of the state. The loop takes its memory."""
         return jax.block_until_ready(jax.tree.map(jnp.copy, self._state))
 
-    def run_steps(self, state, count: int) -> None:
-        """Run `count` steps from the copy `state` on."""
-        jax.block_until_ready(decode(self._model, self._sampling, state, np.int32(1 + count)))
+    def run_steps(self, state, count: int):
+        """Run `count` steps from the copy `state` on, and return the state after them."""
+        state = decode(self._model, self._sampling, state, np.int32(1 + count))
+        return jax.block_until_ready(state)
+
+    def new_tokens(self, count: int) -> np.ndarray:
+        """Return the tokens after the prompt and `count` steps, ``[b, 1 + count]``."""
+        return np.asarray(self.run_steps(self.copy(), count).tokens)[:, : 1 + count]
 
     def time_steps(self, count: int) -> float:
         """Return the seconds that `count` steps take."""
@@ -178,6 +186,7 @@ def measure(whole, built, cell, arguments, ceilings, compilations) -> dict:
         "floor_us": floor,
         "over_floor": step_us / floor["sum"],
         "compilations": compiled,
+        "tokens_sha256": hashlib.sha256(cache.new_tokens(steps).tobytes()).hexdigest(),
         "device": describe_step(*profile_step(cache)),
     }
 

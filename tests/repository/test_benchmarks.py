@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import importlib
 import io
 import json
@@ -33,6 +34,7 @@ from moe_cases import CASES, Ceilings
 from rich.console import Console
 from young_objects import collects_new_objects_alone
 
+import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.cli.timing import time_program
 from jax_nvfp4_moe.models.loading import find_architecture
 from jax_nvfp4_moe.nn.building import Builder
@@ -247,6 +249,17 @@ def test_a_prefill_is_measured(tiny):
     assert row["floor_us"]["attention"] == pytest.approx(2 * (2 * 64 * 16 * 16) / 797e6)
     assert row["floor_us"]["linears"] == pytest.approx(2 * 12288 * 32 / 797e6)
     assert 0 < row["low"] <= row["ms"] <= row["high"]
+
+
+def test_a_step_is_measured_with_the_tokens_of_generate(tiny):
+    whole, built = tiny
+    arguments = types.SimpleNamespace(new=4)
+    row = decode.measure(whole, built, (2, 8), arguments, H200, decode.Compilations())
+    prompt = np.random.default_rng(2).integers(0, whole.config["vocab_size"], (2, 8), np.int32)
+    tokens = np.asarray(nvfp4.generate(built.model, prompt, max_new_tokens=4))
+    assert row["tokens_sha256"] == hashlib.sha256(tokens.tobytes()).hexdigest()
+    assert 0 < row["low"] <= row["step_us"] <= row["high"]
+    assert row["compilations"] == 0
 
 
 @pytest.mark.slow
