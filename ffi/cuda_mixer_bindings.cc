@@ -142,7 +142,8 @@ ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer wei
     return Expected("row_scale [rows]", "0, 1 or " + std::to_string(call.rows) + " scales",
                     std::to_string(call.row_scales));
   }
-  call.weight_is_older = running_chain.IsOlder(RangeOf(weight));
+  call.weight_is_older =
+      running_chain.IsOlder(RangeOf(weight)) && running_chain.IsOlder(RangeOf(weight_scale));
   const DenseFewBuffers buffers = {
       x.untyped_data(),          weight.untyped_data(),        y->untyped_data(),
       Data<float>(weight_scale), DataOrNull<float>(row_scale), DataOrNull<void>(bias)};

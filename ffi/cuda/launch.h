@@ -275,7 +275,8 @@ struct DenseFewCall {
   int64_t row_scales;    // 0, 1 or rows; 0 without kE4M3
   int64_t scale_groups;  // groups of a weight row that have a scale each; 0 for one for the row
   int64_t bias_size;     // bytes of an element of the bias: 0 without one, 2 in `type`, 4 in kF32
-  bool weight_is_older = false;  // than the preceding kernel (launch_kernel.cuh)
+  // Whether W and its scales are older than the preceding kernel (launch_kernel.cuh).
+  bool weight_is_older = false;
 };
 
 struct DenseFewBuffers {

@@ -258,8 +258,10 @@ int dense_few(const DenseFewCall* call, int clusters, void* const* operands) {
 
 // As dense_few, for the kernel for 9.0, which need not be the one that LaunchDenseFew chooses.
 int dense_sm90(const DenseFewCall* call, void* const* operands) {
-  return LaunchDenseSm90(nullptr, *call,
-                         {operands[0], operands[1], operands[5], nullptr, nullptr, operands[4]});
+  return LaunchDenseSm90(
+      nullptr, *call,
+      {operands[0], operands[1], operands[5], static_cast<const float*>(operands[2]),
+       static_cast<const float*>(operands[3]), operands[4]});
 }
 
 // Computes a layer with plain weights after a norm. The operands are x, added, weight of the norm,

@@ -74,6 +74,27 @@ class TestDenseFp8(DenseFp8Suite):
         )
 
 
+class TestDenseFp8Sm90(DenseFp8Suite):
+    """The kernel for 9.0, with two and with four teams, alone and in clusters."""
+
+    count = axis(H200, 7)
+
+    @pytest.fixture
+    def run(self, library, count):
+        return lambda call, dtype=np.float32, bias=None: dense_emulation.dense_few(
+            library,
+            call.x,
+            call.weight,
+            dtype,
+            count,
+            scale=call.scale,
+            row_scale=call.row_scale,
+            bias=bias,
+            older=count == H200,
+            sm90=True,
+        )
+
+
 @pytest.mark.parametrize(
     "pair", ["bfloat16-bfloat16", "bfloat16-float32", "bfloat16-float8_e4m3fn"]
 )

@@ -79,6 +79,8 @@ class TestDenseFew(DenseFewSuite):
 
 
 class TestDenseFp8(DenseFp8Suite):
+    width = axis(77, 777)
+
     @pytest.fixture
     def run(self):
         return fp8_on_cuda

@@ -43,6 +43,8 @@ SM90_LINEARS = {
     **{("PackedLayer", eights): 8 for eights in (1, 2, 4)},
     ("PackedLayer", 8): 4,
     **{("DenseLayer", eights): 4 for eights in (1, 2, 4, 8)},
+    **{("Fp8Layer", eights): 8 for eights in (1, 2, 4)},
+    ("Fp8Layer", 8): 4,
 }
 # Weights and tile of DenseFew -> its instances, and the MMAs of a warp for a piece of k and 8 rows
 # of x. They are two for each step over 32 of k and each slab, or six if weights are float32.
@@ -313,9 +315,10 @@ def test_wide_linear_loads_a_fragment_of_x_for_two_slabs(code, arch):
 
 def test_linear_of_hopper_uses_warpgroup_instructions(code):
     found = kernels(code, "sm_90a", "LinearSm90I")
-    assert len(found) == 4 * len(SM90_LINEARS)
+    forms = collections.Counter()
     for name, count in found.items():
-        weights = re.search("PackedLayer|DenseLayer", name)[0]
+        weights = re.search("PackedLayer|DenseLayer|Fp8Layer", name)[0]
+        forms[weights] += 1
         products = SM90_LINEARS[weights, int(re.search(r"Li(\d)ELi[24]E", name)[1])]
         assert count["HGMMA"] == products, name
         # If ptxas serializes the wgmmas (warning C7510 and others), each has a fence and a wait.
@@ -324,6 +327,8 @@ def test_linear_of_hopper_uses_warpgroup_instructions(code):
         assert count["LDSM"] == (4 if weights == "DenseLayer" else 0), name
         assert count["LDGSTS"] >= 4, name
         assert count["CCTL"] >= 1, name
+    # Each has two dtypes, two numbers of teams, and four of eights; FP8 has two kinds of scales.
+    assert forms == {"PackedLayer": 16, "DenseLayer": 16, "Fp8Layer": 32}
 
 
 def test_linear_of_hopper_waits_for_the_preceding_kernel(listing):

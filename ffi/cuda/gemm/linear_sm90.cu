@@ -1,6 +1,6 @@
 // Computes y[r] = W @ x[r] + bias for at most kFewRows rows, in one launch, with wgmma on Hopper,
-// in bf16 and f16. W is NVFP4 with global scales (linear_few.cuh), or has the type of x
-// (dense_few.cuh).
+// in bf16 and f16. W is NVFP4 with global scales (linear_few.cuh), FP8, or has the type of x
+// (dense_few.cuh). linear_sm90_layers.cuh has what is particular to each.
 //
 // A block has 64 weight rows, which are the M of wgmma, and all rows of x, which are its N. Two or
 // four warpgroups, the teams of a block, divide k in turns. If there are few blocks, those of a
@@ -9,12 +9,15 @@
 //
 //   Wait for the MMAs of the step before, and for this stage.
 //   Start the copies of a later step.
-//   Make fragments of the weights in registers, and start the MMAs.
+//   Make fragments of the weights in registers, and start the MMAs. If groups of k have scales, add
+//   the step before, multiplied by its scales.
 //
 // The MMAs of one team run while others make fragments. A stage has one or two tiles of 64 of k:
 //   x        [8 kEights][128 bytes] in the 128-byte swizzle, with zeros past k. Rows past the last
 //            one are what memory holds. No output depends on them.
-//   weights  a tile of the layout "mma_64x64", or 64 rows in the same swizzle as x
+//   weights  a tile of the layout "mma_64x64", or 64 rows as the layer has them
+//
+// FP8 weights have scales as in dense_few.cu. Those of groups multiply the sums of each step.
 //
 // Each block reads its weights from memory, and x from the L2 cache. With 64 rows and 5120 x 2048
 // weights, these are 6 MB of weights and 21 MB of x in all. Partial sums are added in the order of
@@ -27,177 +30,23 @@
 // Bottleneck: latencies, and the L2 cache. On an H200, 5120 x 2048 NVFP4 weights took 4.9 us for 16
 // rows and 8.1 for 64, in a chain of such layers.
 //
-// Needs: sm_90a; k a multiple of 8. Tests: tests/emulation/test_linear_few.py and
-// test_dense_few.py, tests/gpu/test_linear_few.py and test_dense_few.py.
+// Needs: sm_90a; k a multiple of 8, or of 16 if weights are FP8.
+// Tests: tests/emulation/test_linear_few.py and test_dense_few.py, tests/gpu/test_linear_few.py and
+// test_dense_few.py.
 #include "cuda/gemm/linear_sm90.cuh"
 
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/epilogues/direct_store.cuh"
 #include "cuda/gemm/add_sums.cuh"
+#include "cuda/gemm/linear_sm90_layers.cuh"
 #include "cuda/instructions/hopper.cuh"
-#include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kTeamThreads = 128;
-constexpr int kRowBytes = 2 * kTileK;              // 64 of k of a row, in 16 bits
-constexpr int kChunks = kRowBytes / 16;            // of a row
-constexpr int kCopyRows = kTeamThreads / kChunks;  // rows that a team copies at once
 constexpr int kMaxRanks = 4;
-
-// Returns where chunk `chunk` of row `row` lies in a tile in the 128-byte swizzle.
-__device__ __forceinline__ uint32_t SwizzledChunk(int row, int chunk) {
-  return static_cast<uint32_t>(row * kRowBytes + (chunk ^ row % 8) * 16);
-}
-
-// A layer with NVFP4 weights.
-template <typename T>
-struct PackedLayer {
-  static constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
-  // Unpacking has time for two tiles only if the MMAs of a tile are short.
-  static constexpr int StepTiles(int eights) { return eights <= 4 ? 2 : 1; }
-  static constexpr int Stages(int teams, int eights) {
-    return teams == 2 || eights == 1 || eights == 8 ? 4 : 3;
-  }
-
-  ExpertGemm p;
-  TileConstants constants;
-
-  using Row = LaneRows;
-
-  __device__ __forceinline__ int k() const { return p.k; }
-  __device__ __forceinline__ const void* x() const { return p.left.values; }
-  __device__ __forceinline__ bool weight_is_older() const { return p.plan_is_older; }
-
-  __device__ __forceinline__ int64_t TileAt(int tile, int k_tile) const {
-    return static_cast<int64_t>(tile) * ((p.k + kTileK - 1) / kTileK) + k_tile;
-  }
-  __device__ __forceinline__ void Prefetch(int tile, int k_tile, int thread) const {
-    const int64_t at = TileAt(tile, k_tile);
-    constexpr int kCodeLines = kTileCodeBytes / 128, kScaleLines = kTileScaleBytes / 128;
-    if (thread < kCodeLines) {
-      PrefetchLine(p.weight.packed + at * kTileCodeBytes + thread * 128);
-    } else if (thread < kCodeLines + kScaleLines) {
-      PrefetchLine(p.weight.block_scale + at * kTileScaleBytes + (thread - kCodeLines) * 128);
-    }
-  }
-  __device__ __forceinline__ void Bring(int tile, int k_tile, int thread, uint32_t target) const {
-    const int64_t at = TileAt(tile, k_tile);
-    Copy(target + thread * 16, p.weight.packed + at * kTileCodeBytes + thread * 16);
-    if (thread < kTileScaleBytes / 16) {
-      Copy(target + kTileCodeBytes + thread * 16,
-           p.weight.block_scale + at * kTileScaleBytes + thread * 16);
-    }
-  }
-  __device__ __forceinline__ void Load(const uint8_t* tile, int thread,
-                                       uint32_t (&fragments)[4][4]) const {
-    UnpackTile<T>(*reinterpret_cast<const uint4*>(tile + thread * 16),
-                  *reinterpret_cast<const uint2*>(tile + kTileCodeBytes + thread / 4 * 8),
-                  constants, fragments);
-  }
-  __device__ __forceinline__ Row LoadRow(int tile, int slab) const {
-    return LoadLaneRows(p, 0, tile, slab);
-  }
-  __device__ __forceinline__ void Store(int tile, int slab, int rows, const Row& row, int eight,
-                                        const float4& sums) const {
-    const RowTile all = {0, 0, rows};
-    const TileStore<T> store = MakeTileStore<T>(p, all, row, tile, slab);
-    if (store.first >= p.columns) return;  // padding, for the whole warp
-    StoreRows(store, 8 * eight, 8 * eight + store.g,
-              store.template Finished<Finish::kPlain>(8 * eight, sums.x, sums.y, sums.z, sums.w));
-  }
-};
-
-// A layer with weights of the type of x.
-template <typename T>
-struct DenseLayer {
-  static constexpr int kTileBytes = kTileM * kRowBytes;
-  static constexpr int StepTiles(int) { return 1; }
-  static constexpr int Stages(int teams, int eights) {
-    const bool two = teams == 2;
-    return eights == 1 ? (two ? 6 : 5) : eights == 2 ? (two ? 5 : 4) : eights == 4 ? 4 : 3;
-  }
-
-  DenseFewBuffers buffers;
-  int32_t columns, length;  // n and k
-  bool rounds;              // whether y has the type of x instead of f32
-  int32_t bias_size;        // bytes of an element of the bias: 0 without one, 2 or 4
-  bool older;
-
-  struct Row {
-    float bias[2];  // of the two weight rows of a lane
-  };
-
-  __device__ __forceinline__ int k() const { return length; }
-  __device__ __forceinline__ const void* x() const { return buffers.x; }
-  __device__ __forceinline__ bool weight_is_older() const { return older; }
-
-  __device__ __forceinline__ const uint16_t* Weight(int row, int at) const {
-    return static_cast<const uint16_t*>(buffers.weight) + static_cast<int64_t>(row) * length + at;
-  }
-  __device__ __forceinline__ void Prefetch(int tile, int k_tile, int thread) const {
-    const int row = tile * kTileM + thread, at = k_tile * kTileK;
-    if (thread < kTileM && row < columns) PrefetchLine(Weight(row, at));
-  }
-  // Weights past n and past k are zeros.
-  __device__ __forceinline__ void Bring(int tile, int k_tile, int thread, uint32_t target) const {
-    const int chunk = thread % kChunks, at = k_tile * kTileK + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < kTileM / kCopyRows; ++i) {
-      const int own = thread / kChunks + kCopyRows * i, row = tile * kTileM + own;
-      const bool exists = row < columns && at < length;
-      CopyOrZero(target + SwizzledChunk(own, chunk), exists ? Weight(row, at) : Weight(0, 0),
-                 exists ? 16 : 0);
-    }
-  }
-  __device__ __forceinline__ void Load(const uint8_t* tile, int thread,
-                                       uint32_t (&fragments)[4][4]) const {
-    const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      LoadMatrices(tile + SwizzledChunk(row, 2 * j + lane / 16), fragments[j]);
-    }
-  }
-  __device__ __forceinline__ Row LoadRow(int tile, int slab) const {
-    const int low = tile * kTileM + slab * 16 + static_cast<int>(threadIdx.x % 32 / 4);
-    Row row = {{0.0f, 0.0f}};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = min(low + 8 * i, columns - 1);
-      if (bias_size == 4) row.bias[i] = static_cast<const float*>(buffers.bias)[at];
-      if (bias_size == 2) row.bias[i] = ToFloat(static_cast<const T*>(buffers.bias)[at]);
-    }
-    return row;
-  }
-  __device__ __forceinline__ void Store(int tile, int slab, int rows, const Row& row, int eight,
-                                        const float4& sums) const {
-    const int lane = static_cast<int>(threadIdx.x % 32), g = lane / 4, q = lane % 4;
-    const int first = tile * kTileM + slab * 16;
-    const float low[2] = {sums.x + row.bias[0], sums.y + row.bias[0]};
-    const float high[2] = {sums.z + row.bias[1], sums.w + row.bias[1]};
-    if (rounds) {
-      const uint32_t left = Transpose(MakePair<T>(low[0], low[1]));
-      const uint32_t right = Transpose(MakePair<T>(high[0], high[1]));
-      if (8 * eight + g >= rows) return;
-      uint16_t* out = static_cast<uint16_t*>(buffers.y) + int64_t{8 * eight + g} * columns;
-      StorePair(out, first + 2 * q, columns, left);
-      StorePair(out, first + 8 + 2 * q, columns, right);
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int place = 8 * eight + 2 * q + i;
-      if (place >= rows) break;
-      float* out = static_cast<float*>(buffers.y) + int64_t{place} * columns;
-      if (first + g < columns) out[first + g] = low[i];
-      if (first + 8 + g < columns) out[first + 8 + g] = high[i];
-    }
-  }
-};
 
 // The sizes of the kernel for up to 8 * kEights rows.
 template <typename Layer, int kEightCount, int kTeamCount>
@@ -213,7 +62,9 @@ struct Form {
   static constexpr int kRingBytes = kWeightsAt + kTeams * kStages * kWeightBytes;
   static constexpr int kSlabs = 4;  // slabs of 16 weight rows, one for each warp of a team
   static constexpr int kPartialBytes = kTeams * kEights * kSlabs * 32 * int{sizeof(float4)};
-  static constexpr int kSharedBytes = kRingBytes > kPartialBytes ? kRingBytes : kPartialBytes;
+  static constexpr int kRowScalesAt = kRingBytes > kPartialBytes ? kRingBytes : kPartialBytes;
+  static constexpr int kRowScaleBytes = Layer::kIsFp8 ? kMostDenseRows * sizeof(float) : 0;
+  static constexpr int kSharedBytes = kRowScalesAt + kRowScaleBytes;
   static_assert(kRowTileBytes % 1024 == 0, "the swizzle repeats after 1024 bytes");
   static_assert(kStages >= 3, "two steps are in flight while another one is used");
   static_assert(kSharedBytes <= (kTeams == 2 ? 113 : 227) << 10, "two blocks on a multiprocessor");
@@ -286,6 +137,10 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
   }
   WaitForPrecedingKernel();
   StartNextKernel();
+  auto* const row_scales = reinterpret_cast<float*>(shared + F::kRowScalesAt);
+  if constexpr (Layer::kIsFp8) {
+    layer.BringRowScales(p.rows, static_cast<int>(threadIdx.x), row_scales);
+  }
 #pragma unroll 1
   for (int step = 0; step < kAhead; ++step) {
     if (step < steps) {
@@ -298,10 +153,12 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
   const typename Layer::Row row = layer.LoadRow(tile, slab);
 
   float sums[4 * kEights] = {};
+  typename Layer::template Extra<4 * kEights> extra;
   uint32_t fragments[F::kStepTiles][4][4];
 #pragma unroll 1
   for (int step = 0; step < rounds; ++step) {
     WgmmaWait<0>();
+    extra.EndStep(sums);
     WaitCopies<kAhead - 1>();
     FenceAsyncProxy();  // without it, tensor cores do not see rows that came by cp.async
     SyncGroup(team + 1, kTeamThreads);
@@ -315,7 +172,8 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
     const int stage = step % F::kStages;
 #pragma unroll
     for (int d = 0; d < F::kStepTiles; ++d) {
-      layer.Load(weights + stage * F::kWeightBytes + d * Layer::kTileBytes, thread, fragments[d]);
+      layer.Load(weights + stage * F::kWeightBytes + d * Layer::kTileBytes, thread, fragments[d],
+                 extra);
     }
     WgmmaFence();
 #pragma unroll
@@ -329,6 +187,8 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
     WgmmaCommit();
   }
   WgmmaWait<0>();
+  extra.EndStep(sums);
+  extra.Finish(sums);
   WaitCopies<0>();
   __syncthreads();  // the partial sums take the place of the rings
   // Returns where a team's partial sums of eight rows of x lie, for the slab of this warp.
@@ -341,6 +201,10 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
     *partial_at(team, eight) =
         make_float4(sums[4 * eight], sums[4 * eight + 1], sums[4 * eight + 2], sums[4 * eight + 3]);
   }
+  const auto store = [&](int eight, float4 total) {
+    if constexpr (Layer::kIsFp8) layer.Scale(row_scales, eight, row, total);
+    layer.Store(tile, slab, p.rows, row, eight, total);
+  };
   if (p.ranks == 1) {
     __syncthreads();
 #pragma unroll 1
@@ -348,7 +212,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
       float4 total = *partial_at(0, eight);
 #pragma unroll
       for (int other = 1; other < kTeams; ++other) Add(total, *partial_at(other, eight));
-      layer.Store(tile, slab, p.rows, row, eight, total);
+      store(eight, total);
     }
     return;
   }
@@ -363,7 +227,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
         Add(total, LoadPeer16(SharedAddress(partial_at(other, eight)), peer));
       }
     }
-    layer.Store(tile, slab, p.rows, row, eight, total);
+    store(eight, total);
   }
   LeaveCluster();  // until then, other blocks may read the shared memory of this one
 }
@@ -396,7 +260,7 @@ cudaError_t LaunchTeams(cudaStream_t stream, const Layer& layer, int64_t rows, i
 template <typename T, typename Layer>
 cudaError_t LaunchLayer(cudaStream_t stream, const Layer& layer, int64_t rows, int64_t n,
                         int64_t k) {
-  const bool few = std::is_same_v<Layer, PackedLayer<T>> && rows <= 16;
+  const bool few = !std::is_same_v<Layer, DenseLayer<T>> && rows <= 16;
   const LinearSm90Cut cut = CutLinearSm90(n, k, few);
   return cut.teams == 2 ? LaunchTeams<T, 2>(stream, layer, rows, n, k, cut.ranks)
                         : LaunchTeams<T, 4>(stream, layer, rows, n, k, cut.ranks);
@@ -415,7 +279,7 @@ LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few) {
   // the preceding kernel still runs, up to three of these blocks came to a multiprocessor, and took
   // 6.9 us where the others took 2.7. Half as many blocks with twice as many teams have room, and
   // took 5.1. With more rows, and with weights that need no unpacking, they are slower by 1 % of a
-  // step.
+  // step. With FP8 weights, a step of 1 to 16 rows is 0 to 0.6 % shorter.
   if (few && ranks > 2 && 2 * tiles * ranks > count && steps >= 8) return {4, 2};
   return {2, static_cast<int32_t>(ranks)};
 }
@@ -427,8 +291,8 @@ bool FitsLinearSm90(int64_t rows, int64_t n, int64_t k) {
 
 bool FitsDenseSm90(const DenseFewCall& call) {
   const int64_t count = MultiprocessorCount();
-  return call.weight_type == call.type && call.row_scales == 0 && call.n >= 8 * kTileM &&
-         CeilDiv(call.n, kTileM) <= 4 * count;
+  const bool has_form = call.weight_type == call.type || call.weight_type == DataType::kE4M3;
+  return has_form && call.n >= 8 * kTileM && CeilDiv(call.n, kTileM) <= 4 * count;
 }
 
 cudaError_t LaunchLinearSm90(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows) {
@@ -444,13 +308,20 @@ cudaError_t LaunchDenseSm90(cudaStream_t stream, const DenseFewCall& call,
                             const DenseFewBuffers& buffers) {
   const auto launch = [&](auto type) {
     using T = decltype(type);
-    const DenseLayer<T> layer = {buffers,
-                                 static_cast<int32_t>(call.n),
-                                 static_cast<int32_t>(call.k),
-                                 call.output_type != DataType::kF32,
-                                 static_cast<int32_t>(call.bias_size),
-                                 call.weight_is_older};
-    return LaunchLayer<T>(stream, layer, call.rows, call.n, call.k);
+    const PlainOperands<T> operands = {buffers,
+                                       static_cast<int32_t>(call.n),
+                                       static_cast<int32_t>(call.k),
+                                       call.output_type != DataType::kF32,
+                                       static_cast<int32_t>(call.bias_size),
+                                       call.weight_is_older};
+    const auto with = [&](const auto& layer) {
+      return LaunchLayer<T>(stream, layer, call.rows, call.n, call.k);
+    };
+    if (call.weight_type == call.type) return with(DenseLayer<T>{operands});
+    const auto row_scales = static_cast<int32_t>(call.row_scales);
+    const auto groups = static_cast<int32_t>(call.scale_groups);
+    return groups > 0 ? with(Fp8Layer<T, true>{operands, row_scales, groups})
+                      : with(Fp8Layer<T, false>{operands, row_scales, groups});
   };
   return call.type == DataType::kF16 ? launch(__half()) : launch(__nv_bfloat16());
 }

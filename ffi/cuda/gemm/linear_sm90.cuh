@@ -1,5 +1,5 @@
 // A linear layer for at most kFewRows rows, in one kernel on wgmma without a workspace: for 9.0,
-// with NVFP4 weights or with weights of the type of x.
+// with weights in NVFP4, in FP8, or of the type of x.
 #pragma once
 
 #include "cuda/gemm/dense_few.cuh"
@@ -14,8 +14,8 @@ struct LinearSm90Cut {
   int32_t ranks;  // up to 4; up to 2 with four teams
 };
 
-// Cuts a layer with n outputs for the current device. `few`: whether it has NVFP4 weights and at
-// most 16 rows. The cut does not depend on the number of rows otherwise.
+// Cuts a layer with n outputs for the current device. `few`: whether its weights are unpacked,
+// and it has at most 16 rows. The cut does not depend on the number of rows otherwise.
 LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few);
 
 // Whether the kernel is faster than those of linear_few.cuh, or dense_few.cuh, on 9.0. Others are
@@ -24,7 +24,8 @@ LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few);
 bool FitsLinearSm90(int64_t rows, int64_t n, int64_t k);
 bool FitsDenseSm90(const DenseFewCall& call);
 
-// As LaunchLinearFew and LaunchDenseFew. `call` must have weights of the type of x.
+// As LaunchLinearFew and LaunchDenseFew. `call` must have weights of the type of x,
+// or in FP8.
 cudaError_t LaunchLinearSm90(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows);
 cudaError_t LaunchDenseSm90(cudaStream_t stream, const DenseFewCall& call,
                             const DenseFewBuffers& buffers);
