@@ -411,9 +411,9 @@ class NVFP4MoE(nnx.Module):
         chosen = self.route(x) if token_ids is None else self.route(x, token_ids)
         own = x
         if self.experts.expert_mesh is not None:
-            # Without the barrier, XLA merges the first GEMM of the shared experts with the GEMM of
-            # the router. It could then no longer overlap with the all-reduce, or the combine, of
-            # the routed experts.
+            # Without the barrier, XLA of jax 0.10 merges the first GEMM of the shared experts with
+            # the GEMM of the router. It could then no longer overlap with the all-reduce, or the
+            # combine, of the routed experts.
             own, chosen = jax.lax.optimization_barrier((x, chosen))
         if self.latent is None:
             y = self.experts(x, *chosen)

@@ -3,6 +3,7 @@
 No kernel runs, and no time is measured. `deviceless_exchange.py` reads the scheduled program.
 """
 
+import jax
 import pytest
 from deviceless import read_report, run_program
 
@@ -37,8 +38,12 @@ def test_so_it_is_with_the_latency_hiding_scheduler(dispatch):
 
 @pytest.mark.parametrize("dispatch", LAST)
 def test_the_order_is_the_barriers_doing(dispatch):
-    """Without the barrier, XLA merges the first GEMM with the router's, which runs first."""
-    assert report(dispatch, 4096, "joined")["shared"] == [1, 2]
+    """Without the barrier, XLA merged the first GEMM with the router's, which ran first.
+
+    XLA of jax 0.11 and newer does not.
+    """
+    overlaps = 1 if jax.__version_info__ < (0, 11) else 2
+    assert report(dispatch, 4096, "joined")["shared"] == [overlaps, 2]
 
 
 @pytest.mark.parametrize(("tokens", "kernels"), [(4, [1, 2]), (64, [2, 2]), (4096, [2, 2])])

@@ -38,6 +38,8 @@ HIDE = {
 }
 # XLA runs these instructions without a kernel.
 FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant", "partition-id"}
+# One that is asynchronous, and in jax 0.10 any other one too, has a start and an end.
+COLLECTIVE = re.compile(r"(all-(?:to-all|reduce|gather)|ragged-all-to-all)(-start)?$")
 LINE = re.compile(r"^ +(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][\w\-]*)\(")
 
 
@@ -114,16 +116,21 @@ def report(text: str) -> dict:
     # operation is a GEMM, not whose GEMM it is.
     products = [i for i, (name, _, _) in enumerate(ran) if re.match(r"gemm|dot|cublas", name)]
     calls = [i for i, (_, _, line) in enumerate(ran) if 'custom_call_target="nvfp4' in line]
-    starts = [i for i, (_, op, _) in enumerate(ran) if op.endswith("-start")]
+    starts = [i for i, (_, op, _) in enumerate(ran) if COLLECTIVE.match(op)]
     ends = [i for i, (_, op, _) in enumerate(ran) if op.endswith("-done")]
     *_, route, experts = calls  # few tokens have a call before, for the router's logits
     first = next((i for i in starts if i < experts), experts)
+    received = [i for i in range(first + 1, experts) if i not in ends]
     return {
         "collectives": [
-            [ran[i][1].removesuffix("-start"), '"is_sync":true' not in ran[i][2]] for i in starts
+            [
+                ran[i][1].removesuffix("-start"),
+                ran[i][1].endswith("-start") and '"is_sync":true' not in ran[i][2],
+            ]
+            for i in starts
         ],
         "shared": [sum(starts[-1] < i < ends[-1] for i in products), 2],
-        "sending": [first - route - 1, max(experts - first - 2, 0)],
+        "sending": [first - route - 1, len(received)],
         "order": [name for name, _, _ in ran],
     }
 
