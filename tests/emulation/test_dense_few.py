@@ -54,24 +54,25 @@ class TestDenseSm90(DenseFewSuite):
         )
 
 
+def fp8_runner(library, count, **device):
+    """Return the fixture `run` of the suite for FP8 weights."""
+
+    def run(call, dtype=np.float32, bias=None):
+        scales = {"scale": call.scale, "row_scale": call.row_scale}
+        return dense_emulation.dense_few(
+            library, call.x, call.weight, dtype, count, bias=bias, **scales, **device
+        )
+
+    return run
+
+
 class TestDenseFp8(DenseFp8Suite):
     device = axis(*DEVICES)
 
     @pytest.fixture
     def run(self, library, device):
         count, clusters, older = DEVICES[device]
-        return lambda call, dtype=np.float32, bias=None: dense_emulation.dense_few(
-            library,
-            call.x,
-            call.weight,
-            dtype,
-            count,
-            scale=call.scale,
-            row_scale=call.row_scale,
-            bias=bias,
-            clusters=clusters,
-            older=older,
-        )
+        return fp8_runner(library, count, clusters=clusters, older=older)
 
 
 class TestDenseFp8Sm90(DenseFp8Suite):
@@ -81,18 +82,7 @@ class TestDenseFp8Sm90(DenseFp8Suite):
 
     @pytest.fixture
     def run(self, library, count):
-        return lambda call, dtype=np.float32, bias=None: dense_emulation.dense_few(
-            library,
-            call.x,
-            call.weight,
-            dtype,
-            count,
-            scale=call.scale,
-            row_scale=call.row_scale,
-            bias=bias,
-            older=count == H200,
-            sm90=True,
-        )
+        return fp8_runner(library, count, older=count == H200, sm90=True)
 
 
 @pytest.mark.parametrize(

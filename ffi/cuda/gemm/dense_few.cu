@@ -48,8 +48,8 @@
 // this one only prefetches them into the L2 cache before it waits. Otherwise it brings the first
 // pieces to shared memory.
 //
-// One row of a small layer has a kernel of its own (dense_vector.cu), and so have layers of 512 to
-// 33792 outputs on an H200 (linear_sm90.cu), unless their weights are f32.
+// One row of a small layer has a kernel of its own (dense_vector.cu). On an H200, so have layers of
+// 512 to 33792 outputs (linear_sm90.cu), unless their weights are f32.
 //
 // Bottleneck: latency for a router; otherwise reading weights.
 //

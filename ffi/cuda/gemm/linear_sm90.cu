@@ -308,20 +308,21 @@ cudaError_t LaunchDenseSm90(cudaStream_t stream, const DenseFewCall& call,
                             const DenseFewBuffers& buffers) {
   const auto launch = [&](auto type) {
     using T = decltype(type);
-    const PlainOperands<T> operands = {buffers,
-                                       static_cast<int32_t>(call.n),
-                                       static_cast<int32_t>(call.k),
-                                       call.output_type != DataType::kF32,
-                                       static_cast<int32_t>(call.bias_size),
-                                       call.weight_is_older};
-    const auto with = [&](const auto& layer) {
+    const auto with = [&](auto layer) {
+      layer.buffers = buffers;
+      layer.columns = static_cast<int32_t>(call.n);
+      layer.length = static_cast<int32_t>(call.k);
+      layer.rounds = call.output_type != DataType::kF32;
+      layer.bias_size = static_cast<int32_t>(call.bias_size);
+      layer.older = call.weight_is_older;
+      if constexpr (layer.kIsFp8) {
+        layer.row_scales = static_cast<int32_t>(call.row_scales);
+        layer.groups = static_cast<int32_t>(call.scale_groups);
+      }
       return LaunchLayer<T>(stream, layer, call.rows, call.n, call.k);
     };
-    if (call.weight_type == call.type) return with(DenseLayer<T>{operands});
-    const auto row_scales = static_cast<int32_t>(call.row_scales);
-    const auto groups = static_cast<int32_t>(call.scale_groups);
-    return groups > 0 ? with(Fp8Layer<T, true>{operands, row_scales, groups})
-                      : with(Fp8Layer<T, false>{operands, row_scales, groups});
+    if (call.weight_type == call.type) return with(DenseLayer<T>());
+    return call.scale_groups > 0 ? with(Fp8Layer<T, true>()) : with(Fp8Layer<T, false>());
   };
   return call.type == DataType::kF16 ? launch(__half()) : launch(__nv_bfloat16());
 }

@@ -1,7 +1,7 @@
 // The layers whose products linear_sm90.cu computes. A layer has these members:
 //
-//   kTileBytes, StepTiles, Stages   the size of a tile of 64 x 64 weights in shared memory, the
-//                                   tiles of a step, and the stages of a ring
+//   kTileBytes                      the size of a tile of 64 x 64 weights in shared memory
+//   StepTiles, Stages               the tiles of a step, and the stages of a ring
 //   Prefetch, Bring                 bring a tile to the L2 cache, or to shared memory
 //   Load                            makes fragments of a tile
 //   Extra                           what a lane keeps besides its sums
@@ -21,9 +21,11 @@ constexpr int kRowBytes = 2 * kTileK;              // 64 of k of a row, in 16 bi
 constexpr int kChunks = kRowBytes / 16;            // of a row
 constexpr int kCopyRows = kTeamThreads / kChunks;  // rows that a team copies at once
 
-// Returns where chunk `chunk` of row `row` lies in a tile in the 128-byte swizzle.
+// Returns where chunk `chunk` of row `row` lies in a tile whose rows have kBytes. With 128 bytes,
+// it is the 128-byte swizzle. With 64, eight rows of equal chunks are in all banks too.
+template <int kBytes = kRowBytes>
 __device__ __forceinline__ uint32_t SwizzledChunk(int row, int chunk) {
-  return static_cast<uint32_t>(row * kRowBytes + (chunk ^ row % 8) * 16);
+  return static_cast<uint32_t>(row * kBytes + (chunk ^ row * kBytes / 128 % (kBytes / 16)) * 16);
 }
 
 // What a lane keeps besides its sums: nothing, unless weights are FP8.
@@ -97,9 +99,13 @@ struct PackedLayer {
   }
 };
 
-// The operands of layers whose weights are not NVFP4, and the outputs of a lane.
-template <typename T>
+// The operands of layers whose weights are not NVFP4 but elements E, and the outputs of a lane.
+template <typename T, typename E>
 struct PlainOperands {
+  static constexpr int kWeightRowBytes = kTileK * int{sizeof(E)};  // in a tile
+  static constexpr int kWeightBytes = kTileM * kWeightRowBytes;
+  static constexpr int kElements = 16 / int{sizeof(E)};  // of a chunk
+
   DenseFewBuffers buffers;
   int32_t columns, length;  // n and k
   bool rounds;              // whether y has the type of x instead of f32
@@ -114,6 +120,25 @@ struct PlainOperands {
   __device__ __forceinline__ const void* x() const { return buffers.x; }
   __device__ __forceinline__ bool weight_is_older() const { return older; }
 
+  __device__ __forceinline__ const E* Weight(int row, int at) const {
+    return static_cast<const E*>(buffers.weight) + static_cast<int64_t>(row) * length + at;
+  }
+  __device__ __forceinline__ void Prefetch(int tile, int k_tile, int thread) const {
+    const int row = tile * kTileM + thread, at = k_tile * kTileK;
+    if (thread < kTileM && row < columns) PrefetchLine(Weight(row, at));
+  }
+  // Weights past n and past k are zeros.
+  __device__ __forceinline__ void Bring(int tile, int k_tile, int thread, uint32_t target) const {
+    constexpr int kRowChunks = kWeightRowBytes / 16, kRows = kTeamThreads / kRowChunks;
+    const int chunk = thread % kRowChunks, at = k_tile * kTileK + chunk * kElements;
+#pragma unroll
+    for (int i = 0; i < kTileM / kRows; ++i) {
+      const int own = thread / kRowChunks + kRows * i, row = tile * kTileM + own;
+      const bool exists = row < columns && at < length;
+      CopyOrZero(target + SwizzledChunk<kWeightRowBytes>(own, chunk),
+                 exists ? Weight(row, at) : Weight(0, 0), exists ? 16 : 0);
+    }
+  }
   // Returns weight row g of this lane, in the slab of its warp.
   static __device__ __forceinline__ int LowRow(int tile, int slab) {
     return tile * kTileM + slab * 16 + static_cast<int>(threadIdx.x % 32 / 4);
@@ -158,37 +183,17 @@ struct PlainOperands {
 
 // A layer with weights of the type of x.
 template <typename T>
-struct DenseLayer : PlainOperands<T> {
+struct DenseLayer : PlainOperands<T, uint16_t> {
   static constexpr bool kIsFp8 = false;
-  static constexpr int kTileBytes = kTileM * kRowBytes;
+  static constexpr int kTileBytes = PlainOperands<T, uint16_t>::kWeightBytes;
   static constexpr int StepTiles(int) { return 1; }
   static constexpr int Stages(int teams, int eights) {
     const bool two = teams == 2;
     return eights == 1 ? (two ? 6 : 5) : eights == 2 ? (two ? 5 : 4) : eights == 4 ? 4 : 3;
   }
-
   template <int>
   using Extra = NoExtra;
 
-  __device__ __forceinline__ const uint16_t* Weight(int row, int at) const {
-    return static_cast<const uint16_t*>(this->buffers.weight) +
-           static_cast<int64_t>(row) * this->length + at;
-  }
-  __device__ __forceinline__ void Prefetch(int tile, int k_tile, int thread) const {
-    const int row = tile * kTileM + thread, at = k_tile * kTileK;
-    if (thread < kTileM && row < this->columns) PrefetchLine(Weight(row, at));
-  }
-  // Weights past n and past k are zeros.
-  __device__ __forceinline__ void Bring(int tile, int k_tile, int thread, uint32_t target) const {
-    const int chunk = thread % kChunks, at = k_tile * kTileK + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < kTileM / kCopyRows; ++i) {
-      const int own = thread / kChunks + kCopyRows * i, row = tile * kTileM + own;
-      const bool exists = row < this->columns && at < this->length;
-      CopyOrZero(target + SwizzledChunk(own, chunk), exists ? Weight(row, at) : Weight(0, 0),
-                 exists ? 16 : 0);
-    }
-  }
   __device__ __forceinline__ void Load(const uint8_t* tile, int thread, uint32_t (&fragments)[4][4],
                                        NoExtra&) const {
     const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
@@ -243,17 +248,16 @@ struct Fp8Extra {
 // tile has 64 rows of 64 bytes, whose chunks of 16 bytes are in such an order that a warp reads
 // from all banks; then the scales of its rows.
 template <typename T, bool kGroups>
-struct Fp8Layer : PlainOperands<T> {
+struct Fp8Layer : PlainOperands<T, uint8_t> {
+  using Base = PlainOperands<T, uint8_t>;
+
   static constexpr bool kIsFp8 = true;
-  static constexpr int kCodeBytes = kTileM * kTileK, kRowChunks = kTileK / 16;
-  static constexpr int kTileBytes = kCodeBytes + (kGroups ? kTileM * int{sizeof(float)} : 0);
-  static constexpr int kLoadRows = kTeamThreads / kRowChunks;  // rows that a team copies at once
+  static constexpr int kTileBytes =
+      Base::kWeightBytes + (kGroups ? kTileM * int{sizeof(float)} : 0);
   static_assert(kDenseGroup == 2 * kTileK, "a step of two tiles is a group");
   // With 64 rows, registers are too few for the fragments of two tiles.
   static constexpr int StepTiles(int eights) { return eights <= 4 ? 2 : 1; }
   static constexpr int Stages(int, int eights) { return eights == 1 ? 5 : eights == 4 ? 3 : 4; }
-
-  using Base = PlainOperands<T>;
   template <int kCount>
   using Extra = Fp8Extra<kGroups, kCount>;
 
@@ -264,33 +268,14 @@ struct Fp8Layer : PlainOperands<T> {
     float scale[2];  // of the two weight rows of a lane
   };
 
-  __device__ __forceinline__ const uint8_t* Weight(int row, int at) const {
-    return static_cast<const uint8_t*>(this->buffers.weight) +
-           static_cast<int64_t>(row) * this->length + at;
-  }
-  __device__ __forceinline__ void Prefetch(int tile, int k_tile, int thread) const {
-    const int row = tile * kTileM + thread, at = k_tile * kTileK;
-    if (thread < kTileM && row < this->columns) PrefetchLine(Weight(row, at));
-  }
-  static __device__ __forceinline__ int ChunkAt(int row, int chunk) {
-    return row * kTileK + (chunk ^ row / 2 % kRowChunks) * 16;
-  }
-  // Weights past n and past k are zeros.
   __device__ __forceinline__ void Bring(int tile, int k_tile, int thread, uint32_t target) const {
-    const int chunk = thread % kRowChunks, at = k_tile * kTileK + chunk * 16;
-#pragma unroll
-    for (int i = 0; i < kTileM / kLoadRows; ++i) {
-      const int own = thread / kRowChunks + kLoadRows * i, row = tile * kTileM + own;
-      const bool exists = row < this->columns && at < this->length;
-      CopyOrZero(target + ChunkAt(own, chunk), exists ? Weight(row, at) : Weight(0, 0),
-                 exists ? 16 : 0);
-    }
+    Base::Bring(tile, k_tile, thread, target);
     if constexpr (kGroups) {
       const int row = tile * kTileM + thread, group = k_tile * kTileK / kDenseGroup;
       if (thread >= kTileM) return;
       const bool exists = row < this->columns;
       Copy4OrZero(
-          target + kCodeBytes + thread * 4,
+          target + Base::kWeightBytes + thread * 4,
           this->buffers.weight_scale + (exists ? static_cast<int64_t>(row) * groups + group : 0),
           exists ? 4 : 0);
     }
@@ -314,18 +299,18 @@ struct Fp8Layer : PlainOperands<T> {
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint8_t* chunk = tile + ChunkAt(row, j) + lane % 4 * 2;
+      const uint8_t* chunk = tile + SwizzledChunk<Base::kWeightRowBytes>(row, j) + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int lower = i % 2, half = i / 2;
-        const uint32_t pair =
-            *reinterpret_cast<const uint16_t*>(chunk + lower * 8 * kTileK + half * 8);
+        const uint32_t pair = *reinterpret_cast<const uint16_t*>(
+            chunk + lower * 8 * Base::kWeightRowBytes + half * 8);
         NoteNan(pair, extra.changed[lower]);
         fragments[j][i] = DecodeBytes<T>(WidenBytes<0>(pair));
       }
     }
     if constexpr (kGroups) {
-      const auto* scales = reinterpret_cast<const float*>(tile + kCodeBytes) + row;
+      const auto* scales = reinterpret_cast<const float*>(tile + Base::kWeightBytes) + row;
       extra.scale[0] = scales[0], extra.scale[1] = scales[8];
     }
   }
