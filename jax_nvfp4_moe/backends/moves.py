@@ -1,9 +1,10 @@
 """Read rows of a table, and write tokens into a cache, on a CPU by kernels that copy bytes.
 
-XLA on a CPU gathers and scatters numbers of less than 32 bits in float32. It converts the whole
-array first, and after a scatter it converts the result back. With these operations, each call of
-`generate` would make a float32 copy of the embedding, which is 1.2 GB for Qwen3-30B-A3B. Each step
-would convert the keys and values of all layers. Other platforms take XLA's gather and scatter.
+On a CPU, XLA of jax 0.10 gathers and scatters numbers of less than 32 bits in float32. It converts
+the whole array first, and after a scatter it converts the result back. With these operations, each
+call of `generate` would make a float32 copy of the embedding, which is 1.2 GB for Qwen3-30B-A3B.
+Each step would convert the keys and values of all layers. Other platforms take XLA's gather and
+scatter.
 """
 
 import jax

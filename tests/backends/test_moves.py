@@ -49,7 +49,8 @@ def test_tokens_come_to_their_positions(dtype):
 
 
 def test_no_program_converts_the_whole_array():
-    """XLA's own gather makes a float32 copy of the table, and so would fail this test."""
+    """XLA of jax 0.10 makes a float32 copy for its own gather or scatter, and newer ones do not."""
+    xla_converts = jax.__version_info__ < (0, 11)
 
     def count(function, *operands):
         text = jax.jit(function).lower(*operands).compile().as_text()
@@ -57,13 +58,13 @@ def test_no_program_converts_the_whole_array():
 
     table, ids = jnp.zeros((4096, 64), jnp.bfloat16), jnp.zeros(3, jnp.int32)
     assert not count(moves.read_rows, table, ids)
-    assert count(moves._read_rows, table, ids)
+    assert (count(moves._read_rows, table, ids) > 0) == xla_converts
     entries, values = (
         jnp.zeros((1, 2, 4096, 8), jnp.bfloat16),
         jnp.zeros((1, 3, 2, 8), jnp.bfloat16),
     )
     assert not count(moves.write_tokens, entries, ids[None], values)
-    assert count(moves._write_tokens, entries, ids[None], values)
+    assert (count(moves._write_tokens, entries, ids[None], values) > 0) == xla_converts
 
 
 def test_derivatives_and_batches():
