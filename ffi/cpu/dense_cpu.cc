@@ -17,11 +17,12 @@ namespace nvfp4::cpu {
 void RunDenseCpu(const DenseArguments& p, const Kernels& kernels, ThreadPool& pool) {
   constexpr int64_t kItemBytes = 128 << 10;
   const int64_t step = std::max<int64_t>(1, kItemBytes / std::max<int64_t>(1, 2 * p.k));
+  const int64_t ahead = pool.NumThreads() * step * p.k;  // items are taken in turns
   RunPhases(
       pool, 1, [&](int64_t) { return p.m ? CeilDivide(p.n, step) : 0; },
       [&](int64_t, int64_t item) {
         const int64_t first = item * step, columns = std::min(step, p.n - first);
-        kernels.dense(p.weight + first * p.k, columns, p.k, p.x, p.m, p.y + first, p.n);
+        kernels.dense(p.weight + first * p.k, columns, p.k, p.x, p.m, ahead, p.y + first, p.n);
       });
 }
 

@@ -23,6 +23,7 @@ constexpr int kColumnsOf = kRows == 1        ? 4
                                              : 4;
 
 constexpr int64_t kMostColumns = 32;    // whose partial sums are in memory
+constexpr int kRowsOfMemory = 4;        // up to which arithmetic is short beside memory
 constexpr int64_t kBlockFloats = 4096;  // numbers of x that stay in the first-level cache
 constexpr int64_t kPrefetched = 32;     // bfloat16 of a cache line
 
@@ -59,10 +60,12 @@ __attribute__((always_inline)) inline void KeepInRegisters(Lanes* lanes) {
 // them three times as slow.
 //
 // A column is a page of memory, or a few, so that the hardware starts anew to prefetch each one.
-// The columns of the next tile are therefore prefetched here.
+// The columns of the next tile are therefore prefetched here. With more rows, the arithmetic takes
+// about as long as memory, which only requests from further ahead keep busy meanwhile. Weights that
+// lie `ahead` numbers ahead then come to the second-level cache.
 template <int kColumns, int kRows>
 inline void DenseTile(const uint16_t* weight, int64_t k, const float* x, int64_t from, int64_t to,
-                      float* partial) {
+                      int64_t ahead, float* partial) {
   Lanes sum[kColumns][kRows] = {};
   if (from) std::memcpy(&sum, partial, sizeof(sum));
   for (int64_t i = from; i < to; i += kLanes) {
@@ -70,6 +73,10 @@ inline void DenseTile(const uint16_t* weight, int64_t k, const float* x, int64_t
     if (i % kPrefetched == 0) {
 #pragma GCC unroll 4
       for (int c = 0; c < kColumns; ++c) __builtin_prefetch(weight + (kColumns + c) * k + i);
+      if (kRows > kRowsOfMemory) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kColumns; ++c) __builtin_prefetch(weight + c * k + i + ahead, 0, 2);
+      }
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) LoadLanes(weight + c * k + i, &w[c]);
@@ -103,8 +110,8 @@ inline float SumLanes(const float* partial, const uint16_t* weight, const float*
 
 // Computes some columns, at most kMostColumns, of kRows rows.
 template <int kRows>
-void DenseColumns(const uint16_t* weight, int64_t columns, int64_t k, const float* x, float* y,
-                  int64_t stride) {
+void DenseColumns(const uint16_t* weight, int64_t columns, int64_t k, const float* x, int64_t ahead,
+                  float* y, int64_t stride) {
   constexpr int kColumns = kColumnsOf<kRows>;
   constexpr int64_t kStep = kBlockFloats / kRows / kPrefetched * kPrefetched;
   alignas(64) float partial[kMostColumns * kRows * kLanes];
@@ -113,10 +120,11 @@ void DenseColumns(const uint16_t* weight, int64_t columns, int64_t k, const floa
     const int64_t to = std::min(from + kStep, whole);
     int64_t column = 0;
     for (; column + kColumns <= columns; column += kColumns)
-      DenseTile<kColumns, kRows>(weight + column * k, k, x, from, to,
+      DenseTile<kColumns, kRows>(weight + column * k, k, x, from, to, ahead,
                                  partial + column * kRows * kLanes);
     for (; column < columns; ++column)
-      DenseTile<1, kRows>(weight + column * k, k, x, from, to, partial + column * kRows * kLanes);
+      DenseTile<1, kRows>(weight + column * k, k, x, from, to, ahead,
+                          partial + column * kRows * kLanes);
   }
   for (int64_t column = 0; column < columns; ++column) {
     for (int r = 0; r < kRows; ++r)
@@ -126,8 +134,8 @@ void DenseColumns(const uint16_t* weight, int64_t columns, int64_t k, const floa
 }
 
 void Dense(const uint16_t* weight, int64_t columns, int64_t k, const float* x, int64_t rows,
-           float* y, int64_t stride) {
-  using Fn = void (*)(const uint16_t*, int64_t, int64_t, const float*, float*, int64_t);
+           int64_t ahead, float* y, int64_t stride) {
+  using Fn = void (*)(const uint16_t*, int64_t, int64_t, const float*, int64_t, float*, int64_t);
   constexpr int kMost = kMostDenseRows;
   constexpr Fn kTable[] = {nullptr,
                            DenseColumns<1>,
@@ -141,7 +149,7 @@ void Dense(const uint16_t* weight, int64_t columns, int64_t k, const float* x, i
   for (int64_t r = 0; r < rows; r += kMost) {
     const auto multiply = kTable[std::min<int64_t>(rows - r, kMost)];
     for (int64_t c = 0; c < columns; c += kMostColumns) {
-      multiply(weight + c * k, std::min(columns - c, kMostColumns), k, x + r * k,
+      multiply(weight + c * k, std::min(columns - c, kMostColumns), k, x + r * k, ahead,
                y + r * stride + c, stride);
     }
   }
