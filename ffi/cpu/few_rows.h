@@ -60,9 +60,9 @@ __attribute__((always_inline)) inline void KeepInRegisters(Lanes* lanes) {
 // them three times as slow.
 //
 // A column is a page of memory, or a few, so that the hardware starts anew to prefetch each one.
-// The columns of the next tile are therefore prefetched here. With more rows, the arithmetic takes
-// about as long as memory, which only requests from further ahead keep busy meanwhile. Weights that
-// lie `ahead` numbers ahead then come to the second-level cache.
+// The columns of the next tile are therefore prefetched here. With more than kRowsOfMemory rows,
+// the arithmetic takes about as long as reading, and hides it only if requests are far ahead.
+// Weights that lie `ahead` numbers ahead then come to the second-level cache.
 template <int kColumns, int kRows>
 inline void DenseTile(const uint16_t* weight, int64_t k, const float* x, int64_t from, int64_t to,
                       int64_t ahead, float* partial) {

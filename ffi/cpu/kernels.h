@@ -142,8 +142,8 @@ struct Kernels {
   float (*largest_magnitude)(const void* x, DataType type, int64_t n);
 
   // y[r * stride + c] = sum_k W[c, k] x[r, k], for weights bfloat16 [columns, k] and x float32
-  // [rows, k]. The weights of the thread's next call, which begin `ahead` numbers after these, may
-  // be prefetched.
+  // [rows, k]. The weights that begin `ahead` numbers after these are probably those of the
+  // thread's next call, and may be prefetched.
   void (*dense)(const uint16_t* weight, int64_t columns, int64_t k, const float* x, int64_t rows,
                 int64_t ahead, float* y, int64_t stride);
 

@@ -1,11 +1,8 @@
-// The layers whose products linear_sm90.cu computes. A layer has these members:
-//
-//   kTileBytes                      the size of a tile of 64 x 64 weights in shared memory
-//   StepTiles, Stages               the tiles of a step, and the stages of a ring
-//   Prefetch, Bring                 bring a tile to the L2 cache, or to shared memory
-//   Load                            makes fragments of a tile
-//   Extra                           what a lane keeps besides its sums
-//   LoadRow, Store                  load what the outputs of a lane need, and store them
+// The layers whose products linear_sm90.cu computes. A tile has 64 x 64 weights, and kTileBytes
+// in shared memory. StepTiles is the number of tiles of a step, and Stages that of stages in a
+// ring. Prefetch brings a tile to the L2 cache, and Bring to shared memory. Load makes fragments of
+// it. Extra is what a lane keeps besides its sums. LoadRow loads what the outputs of a lane need,
+// and Store stores them.
 #pragma once
 
 #include "cuda/epilogues/direct_store.cuh"
