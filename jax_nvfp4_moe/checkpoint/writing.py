@@ -1,6 +1,9 @@
 """Write files and folders that are either complete or absent, also after an error."""
 
 import contextlib
+import errno
+import fcntl
+import logging
 import os
 import pathlib
 import shutil
@@ -8,7 +11,11 @@ from collections.abc import Iterable, Iterator
 
 PARTIAL = ".partial"
 _STAGE = f".jax-nvfp4-moe{PARTIAL}"
+LOCK = ".jax-nvfp4-moe.lock"
 _COPIED = 1 << 20  # bytes that are copied at once
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_LOG = logging.getLogger("jax_nvfp4_moe")
 
 
 def write_file(path: pathlib.Path, blocks: Iterable[bytes | memoryview]) -> None:
@@ -51,7 +58,42 @@ def is_free(folder: pathlib.Path) -> bool:
     """
     if not os.path.lexists(folder):
         return True
-    return folder.is_dir() and all(path.name == _STAGE for path in folder.iterdir())
+    return folder.is_dir() and all(path.name in (_STAGE, LOCK) for path in folder.iterdir())
+
+
+@contextlib.contextmanager
+def sole_writer(folder: pathlib.Path) -> Iterator[None]:
+    """Hold an existing folder, so that no other process and no other thread writes to it.
+
+    The system releases the lock when its process ends, however it ends.
+
+    Raises:
+      ValueError: somebody else holds the folder.
+    """
+    path = folder / LOCK
+    with path.open("wb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A writer that has just ended may have deleted the file between the two calls above.
+            held = path.exists() and os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+        except BlockingIOError:
+            held = False
+        except OSError as error:  # some network file systems have no locks
+            _LOG.warning(
+                "%s cannot be locked (%s): make sure that no other process writes to it",
+                folder,
+                error.strerror,
+            )
+            held = True
+        if not held:
+            raise ValueError(
+                f"another process is writing to {folder}: wait until it has ended, or choose "
+                "another folder"
+            )
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -62,16 +104,38 @@ def staged_folder(folder: pathlib.Path, last: str) -> Iterator[pathlib.Path]:
     rename. After an error, `folder` is as it was before: empty or missing.
 
     Args:
-      folder: the destination, for which `is_free` must hold. It is created if it is missing.
+      folder: the destination. It is created if it is missing.
       last: the name of the file that moves last. Readers take its presence as a sign that all files
         are there.
+
+    Raises:
+      ValueError: the folder is not empty, or another process is writing to it.
     """
     existed = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with sole_writer(folder):
+            if not is_free(folder):
+                raise ValueError(
+                    f"destination: expected a folder that is empty or does not exist, got {folder}"
+                )
+            with _moved_at_the_end(folder, last) as stage:
+                yield stage
+    except BaseException:
+        if not existed:
+            with contextlib.suppress(OSError):  # it was never created, or others write to it
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _moved_at_the_end(folder, last) -> Iterator[pathlib.Path]:
+    """Yield a folder inside `folder`, and move its files up when the block ends."""
     stage = folder / _STAGE
     moved: list[pathlib.Path] = []
     try:
         shutil.rmtree(stage, ignore_errors=True)  # a killed process may have left it
-        stage.mkdir(parents=True)
+        stage.mkdir()
         yield stage
         for path in sorted(stage.iterdir(), key=lambda path: (path.name == last, path.name)):
             moved.append(folder / path.name)
@@ -81,9 +145,6 @@ def staged_folder(folder: pathlib.Path, last: str) -> Iterator[pathlib.Path]:
         for path in moved:
             path.unlink(missing_ok=True)
         shutil.rmtree(stage, ignore_errors=True)
-        if not existed:
-            with contextlib.suppress(OSError):  # it was never created, or others write to it
-                folder.rmdir()
         raise
 
 
@@ -101,8 +162,9 @@ def _naming_device(path) -> Iterator[None]:
     except OSError as error:
         mount = next(one for one in path.resolve().parents if one.is_mount())
         free = shutil.disk_usage(mount).free / 2**20
+        room = "make room there or choose" if error.errno in _FULL else "choose"
         raise OSError(
             error.errno,
             f"cannot write {path}: {error.strerror}. The device mounted at {mount} has "
-            f"{free:.1f} MiB free; make room there or choose another folder, and try again",
+            f"{free:.1f} MiB free; {room} another folder, and try again",
         ) from error

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from jax_nvfp4_moe.cli.options import read_text
+from jax_nvfp4_moe.cli.termination import cleaning_up
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.quantization.casting import cast_model
 from jax_nvfp4_moe.quantization.pipeline import quantize_model
@@ -61,7 +62,9 @@ def quantize_command(
     shard_bytes = int(min(max(shard_gb, 0.0), 1e9) * 1e9)
     if cast:
         _check_cast(text, scheme, format, modules, exclude, algorithm, dtype)
-        print(json.dumps(cast_model(source, destination, shard_bytes=shard_bytes)))
+        with cleaning_up():
+            result = cast_model(source, destination, shard_bytes=shard_bytes)
+        print(json.dumps(result))
         return
     ids = None
     if text is not None:
@@ -72,19 +75,20 @@ def quantize_command(
                 f"got {calibration_tokens}"
             )
         ids = ids[:calibration_tokens]
-    result = quantize_model(
-        source,
-        destination,
-        token_ids=ids,
-        scheme=scheme,
-        format=format,
-        modules=modules,  # type: ignore[arg-type] - `quantize_model` checks the value
-        exclude=exclude or (),
-        algorithm=algorithm,
-        window=window,
-        dtype=dtype,
-        shard_bytes=shard_bytes,
-    )
+    with cleaning_up():
+        result = quantize_model(
+            source,
+            destination,
+            token_ids=ids,
+            scheme=scheme,
+            format=format,
+            modules=modules,  # type: ignore[arg-type] - `quantize_model` checks the value
+            exclude=exclude or (),
+            algorithm=algorithm,
+            window=window,
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+        )
     print(json.dumps(result))
 
 

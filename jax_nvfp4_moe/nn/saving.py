@@ -12,11 +12,12 @@ still be restored. `restore` then converts its weights to canonical weights of o
 there to the layout and mesh of the module.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -26,7 +27,7 @@ from jax.experimental import multihost_utils
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import expand_home, read_json
-from jax_nvfp4_moe.checkpoint.writing import PARTIAL, write_file
+from jax_nvfp4_moe.checkpoint.writing import LOCK, PARTIAL, sole_writer, write_file
 from jax_nvfp4_moe.nn.resharding import (
     convert,
     find_entries,
@@ -63,9 +64,12 @@ def save(folder: str | pathlib.Path, module: Any) -> None:
         mesh divides it, so it can only be restored on the same number of shards.
 
     Raises:
-      ValueError: `folder` contains other files. All processes raise it.
+      ValueError: `folder` contains other files, or another program is writing to it. All processes
+        raise it. Orbax raises it too if the disk is full.
       OSError: the record cannot be written. The message of process 0 names the file and its device.
       ImportError: orbax-checkpoint is not installed.
+
+    After an error of process 0, `folder` is as it was before: empty or missing.
 
     Example:
       >>> import pathlib, tempfile
@@ -84,11 +88,12 @@ def save(folder: str | pathlib.Path, module: Any) -> None:
     folder = expand_home(folder).resolve()
     entries = find_entries(module)
     record = json.dumps(_description(entries) | {"tree_shards": tree_shards(entries)}, indent=1)
-    _in_first_process(lambda: _begin(folder, record))
     arrays = {name: leaf for entry in entries for name, leaf in leaves(entry)}
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / ARRAYS, arrays)
-    _in_first_process(lambda: os.replace(folder / _UNFINISHED, folder / LAYOUTS))
+    with contextlib.ExitStack() as held:
+        _in_first_process(lambda: held.enter_context(_unfinished(folder, record)))
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / ARRAYS, arrays)
+        _in_first_process(lambda: os.replace(folder / _UNFINISHED, folder / LAYOUTS))
 
 
 def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
@@ -165,13 +170,38 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
     return nnx.merge(graph, nnx.from_flat_state(restored))
 
 
-def _begin(folder, record):
-    """Make the folder, and write the record under its temporary name.
+@contextlib.contextmanager
+def _unfinished(folder, record) -> Iterator[None]:
+    """Hold the folder, marked as unfinished, while its arrays are written.
 
-    The temporary name marks the folder as unfinished until the arrays are written. A folder that an
-    interrupted save has left is replaced; a folder with other files raises `ValueError`.
+    The record has a temporary name meanwhile, which is the mark. What an interrupted save has left
+    is deleted first. If the block raises an error, everything that it wrote is deleted.
+
+    Raises:
+      ValueError: the folder has other files, or another program is writing to it.
     """
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    existed = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with sole_writer(folder):
+            _check_free(folder)
+            _clear(folder)
+            try:
+                write_file(folder / _UNFINISHED, [record.encode()])
+                yield
+            except BaseException:
+                _clear(folder)
+                raise
+    except BaseException:
+        if not existed:
+            with contextlib.suppress(OSError):  # it was never created, or others write to it
+                folder.rmdir()
+        raise
+
+
+def _check_free(folder):
+    """Raise ValueError if the folder has files that no interrupted save has left."""
+    names = {path.name for path in folder.iterdir()} - {LOCK}
     unfinished = any(name.startswith(_UNFINISHED) for name in names)
     own = all(name.startswith((_UNFINISHED, ARRAYS)) for name in names)
     if names and not (unfinished and own):
@@ -179,10 +209,15 @@ def _begin(folder, record):
             f"folder: expected a new or an empty folder, but {folder} has files in it; "
             "choose another folder, or delete them"
         )
-    if names:
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / _UNFINISHED, [record.encode()])
+
+
+def _clear(folder):
+    """Delete what this save or an interrupted one has written."""
+    for path in folder.iterdir():
+        if path.name.startswith(ARRAYS):
+            shutil.rmtree(path)
+        elif path.name.startswith(_UNFINISHED):
+            path.unlink()
 
 
 def _in_first_process(action: Callable[[], None]) -> None:

@@ -65,7 +65,8 @@ def cast_model(
       * "source_bytes" and "bytes": the bytes of all tensors before and after.
 
     Raises:
-      ValueError: `shard_bytes` is not positive, or `destination` is not empty.
+      ValueError: `shard_bytes` is not positive, `destination` is not empty, or another process is
+        writing to it.
       CheckpointError: lists everything that is wrong with the source. It is also raised if the
         source holds no MXFP4, or if the scales of a matrix span more than 18 powers of two.
       OSError: a file cannot be written, for example because the disk is full. The message names the
@@ -107,7 +108,7 @@ def cast_model(
         raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
     destination = expand_home(destination)
     check_destination(destination)
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source) as checkpoint, staged_folder(destination, last=CONFIG) as stage:
         if checkpoint.quant.format not in (MXFP4, FP8_BLOCKS):
             raise _without_mxfp4(checkpoint)
         load = plan_unquantized(checkpoint)
@@ -118,10 +119,7 @@ def cast_model(
                 raise _without_mxfp4(checkpoint)
             total = sum(tensor.nbytes for tensor in tensors.values())
             writer.note = log_layers(progress, "casting")
-            with (
-                staged_folder(destination, last=CONFIG) as stage,
-                draw_progress(progress, total, "casting") as writer.advance,
-            ):
+            with draw_progress(progress, total, "casting") as writer.advance:
                 copy_beside(checkpoint, stage)
                 file, section = _declare(checkpoint, writer)
                 config = checkpoint.config | {_SECTION: section}

@@ -117,7 +117,8 @@ def quantize_model(
         reached. With "w4a4" they take the largest input scale of their layer.
 
     Raises:
-      ValueError: an argument is wrong, or `destination` is not empty.
+      ValueError: an argument is wrong, `destination` is not empty, or another process is writing to
+        it.
       CheckpointError: lists everything that is wrong with the source. It is also raised if the
         source is quantized already, or if a weight is not finite.
       OSError: a file cannot be written, for example because the disk is full. The message names the
@@ -159,7 +160,7 @@ def quantize_model(
     kept_dtype = None if dtype is None else np.dtype(find_dtype(dtype))
     destination = expand_home(destination)
     check_destination(destination)
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source) as checkpoint, staged_folder(destination, last=CONFIG) as stage:
         if checkpoint.quant.rules:
             raise CheckpointError(
                 [
@@ -181,10 +182,7 @@ def quantize_model(
         total = sum(tensor.nbytes for tensor in tensors.values())
         config, quant_file = _configs(checkpoint, plan, chosen, format, kept_dtype)
         writer.note = log_layers(progress, "quantizing")
-        with (
-            staged_folder(destination, last=CONFIG) as stage,
-            draw_progress(progress, total, "quantizing") as writer.advance,
-        ):
+        with draw_progress(progress, total, "quantizing") as writer.advance:
             copy_beside(checkpoint, stage)
             write_folder(stage, tensors, config, quant_file=quant_file, shard_bytes=shard_bytes)
         source_bytes = sum(

@@ -1,6 +1,7 @@
 """Test that written checkpoints are read back with the same tensors and parameters, bit for bit."""
 
 import json
+import os
 import re
 
 import jax
@@ -11,6 +12,7 @@ from given import CHECKPOINTS
 from jax_nvfp4_moe import load_moe
 from jax_nvfp4_moe.checkpoint.export import write_checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
+from jax_nvfp4_moe.checkpoint.writing import sole_writer, staged_folder
 
 FOLDERS = sorted(p.name for p in CHECKPOINTS.iterdir() if (p / "model.safetensors").exists())
 
@@ -87,3 +89,39 @@ def test_canonical_parameters_come_back(tmp_path, name):
     assert jax.tree.structure(after) == jax.tree.structure(before)
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_the_file_that_says_that_all_are_there_moves_last(tmp_path, monkeypatch):
+    """Readers that see ``config.json`` while files move would otherwise find a part of them."""
+    replace, seen = os.replace, []
+
+    def note(source, destination):
+        seen.append(os.path.basename(destination))
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", note)
+    with staged_folder(tmp_path / "new", last="config.json") as stage:
+        for name in ("model.safetensors", "config.json", "a.txt", "tokenizer.json"):
+            (stage / name).write_text(name)
+    assert seen[-1] == "config.json"
+    assert sorted(seen) == sorted(os.listdir(tmp_path / "new"))
+
+
+def test_two_writers_of_one_folder(tmp_path):
+    """The second writer is told, and the files of the first one stay."""
+    with staged_folder(tmp_path / "new", last="b") as stage:
+        (stage / "a").write_text("first")
+        with (
+            pytest.raises(ValueError, match="another process is writing to"),
+            staged_folder(tmp_path / "new", last="b"),
+        ):
+            raise AssertionError("the second writer may not begin")
+    assert os.listdir(tmp_path / "new") == ["a"]
+    with (
+        pytest.raises(ValueError, match="destination: expected a folder that is empty"),
+        staged_folder(tmp_path / "new", last="b"),
+    ):
+        raise AssertionError("the folder is not empty any more")
+    with sole_writer(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == ["new"]

@@ -1,4 +1,4 @@
-"""Test Ctrl-C during a command and during a call: both end cleanly, and a second try works."""
+"""Test signals during a command and during a call: both end cleanly, and a second try works."""
 
 import json
 import os
@@ -29,6 +29,14 @@ def test_a_command_ends_with_the_status_of_ctrl_c(stage, tmp_path):
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout.startswith("def f(") == (stage == "generate")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_command_that_the_system_ends_leaves_nothing(tmp_path):
+    """SIGTERM is what a batch system or a shutdown sends. The status is 128 plus its number."""
+    done = start("terminate", "quantize", SOURCE, tmp_path / "q")
+    assert done.returncode == 143, done.stderr
+    assert "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == []
 
 

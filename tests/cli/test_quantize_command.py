@@ -13,6 +13,7 @@ from given import EXAMPLE
 from unquantized import SMALL, read_config, tokens, write_source
 
 from jax_nvfp4_moe import load_model, quantize_model
+from jax_nvfp4_moe.checkpoint import export
 from jax_nvfp4_moe.cli import app as cli
 from jax_nvfp4_moe.inference.evaluation import evaluate
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
@@ -139,6 +140,24 @@ def test_what_a_process_that_was_killed_left_is_replaced(tmp_path, monkeypatch):
     assert sorted(os.listdir(q)) == sorted(os.listdir(tmp_path / "other"))
     with pytest.raises(ValueError, match="destination: expected a folder that is empty"):
         quantize_model(SMALL / "source", q)
+
+
+def test_a_second_writer_is_told_and_the_first_one_finishes(tmp_path, monkeypatch):
+    """The second call begins while the first one writes its fifth tensor."""
+    q, write, calls = tmp_path / "q", export._bytes, []
+
+    def write_and_try(*given):
+        calls.append(1)
+        if len(calls) == 5:
+            with pytest.raises(ValueError, match=f"another process is writing to {q}"):
+                quantize_model(SMALL / "source", q)
+        return write(*given)
+
+    monkeypatch.setattr(export, "_bytes", write_and_try)
+    quantize_model(SMALL / "source", q)
+    quantize_model(SMALL / "source", tmp_path / "other")
+    assert sorted(os.listdir(q)) == sorted(os.listdir(tmp_path / "other"))
+    assert load_model(q).config.num_layers == load_model(tmp_path / "other").config.num_layers
 
 
 def test_an_error_leaves_an_empty_folder_empty(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from host_devices import call
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
+from jax_nvfp4_moe.checkpoint.writing import sole_writer
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.saving import LAYOUTS, restore, save
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
@@ -291,9 +292,16 @@ def test_a_second_try_works_after_the_disk_was_full(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
     assert done.returncode == 1
     assert f'Failed writing: "{tmp_path / "m"}' in done.stderr
-    assert not (tmp_path / "m" / LAYOUTS).exists()
+    assert os.listdir(tmp_path) == []
     save(tmp_path / "m", large())
     assert sorted(os.listdir(tmp_path / "m")) == ["arrays", LAYOUTS]
+
+
+def test_a_second_writer_is_told_and_destroys_nothing(tmp_path):
+    with sole_writer(tmp_path), pytest.raises(ValueError, match="another process is writing to"):
+        save(tmp_path, large())
+    save(tmp_path, large())
+    assert sorted(os.listdir(tmp_path)) == ["arrays", LAYOUTS]
 
 
 def test_folders_that_do_not_serve(tmp_path):

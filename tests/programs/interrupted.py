@@ -1,4 +1,6 @@
-"""Run a command, or functions twice, and interrupt this process by SIGINT, as Ctrl-C does.
+"""Run a command, or functions twice, and interrupt this process by a signal.
+
+The signal is SIGINT, as of Ctrl-C, but SIGTERM for the stage "terminate".
 
 ``interrupted.py STAGE ARGUMENT...`` runs the command line. ``interrupted.py calls FOLDER SOURCE
 DESTINATION`` calls the function behind the command of each stage. It prints the stage, the result
@@ -19,24 +21,25 @@ from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.cli.app import main
 from jax_nvfp4_moe.inference import generation
 
-# Stage -> the function that sends the signal, and in which of its calls: while threads read a
-# checkpoint, between two tokens, or while a file is written.
+# Stage -> the function that sends the signal, in which of its calls, and which signal. The signal
+# comes while threads read a checkpoint, between two tokens, or while a file is written.
 STAGES = {
-    "load": (Tensors, "_read_bytes", 100),
-    "generate": (generation, "decode", 3),
-    "quantize": (export, "_bytes", 20),
+    "load": (Tensors, "_read_bytes", 100, signal.SIGINT),
+    "generate": (generation, "decode", 3, signal.SIGINT),
+    "quantize": (export, "_bytes", 20, signal.SIGINT),
+    "terminate": (export, "_bytes", 20, signal.SIGTERM),
 }
 
 
-def interrupt(owner, name, call):
-    """Make call number `call` of a function send SIGINT to this process."""
+def interrupt(owner, name, call, number):
+    """Make call number `call` of a function send a signal to this process."""
     original, calls = getattr(owner, name), []
 
     @functools.wraps(original)
     def counted(*given):
         calls.append(1)
         if len(calls) == call:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return original(*given)
 
     setattr(owner, name, counted)

@@ -113,11 +113,9 @@ def test_public_names_are_modules_or_not_as_they_are_spelled():
 
 
 def test_the_version_is_that_of_the_installed_package():
-    found = importlib.metadata.packages_distributions().get("jax_nvfp4_moe")
-    if found:
-        assert jax_nvfp4_moe.__version__ == importlib.metadata.version(found[0])
-    else:  # sources that are not installed have no version
-        assert jax_nvfp4_moe.__version__ == "0+uninstalled"
+    installed = {one.name: one.version for one in importlib.metadata.distributions()}
+    # Sources that are not installed have no version.
+    assert jax_nvfp4_moe.__version__ == installed.get("jax-nvfp4-moe", "0+uninstalled")
 
 
 def test_import_leaves_heavy_packages_alone():
