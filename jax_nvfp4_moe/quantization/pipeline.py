@@ -32,7 +32,12 @@ from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, Tensors
 from jax_nvfp4_moe.checkpoint.writing import copy_file, is_free, staged_folder
 from jax_nvfp4_moe.inference.evaluation import split_windows
-from jax_nvfp4_moe.models.loading import find_dtype, plan_unquantized, read_model_config
+from jax_nvfp4_moe.models.loading import (
+    LoadPlan,
+    find_dtype,
+    plan_unquantized,
+    read_model_config,
+)
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, SCALE_RANGE
 from jax_nvfp4_moe.numerics.rounding import find_algorithm, quantize_weight
 from jax_nvfp4_moe.quantization.calibration import Calibration, Inputs, calibrate
@@ -178,7 +183,7 @@ def quantize_model(
             seen = calibrate(load, windows, squares=weighs, progress=progress)
         unseen = _report_unseen(plan, seen)
         writer = _Writer(checkpoint.tensors, plan, seen, FORMATS[format], chosen, algorithm)
-        tensors = writer.quantized() | writer.kept(kept_dtype)
+        tensors = writer.quantized() | writer.kept(kept_dtype, _router_corrections(load))
         total = sum(tensor.nbytes for tensor in tensors.values())
         config, quant_file = _configs(checkpoint, plan, chosen, format, kept_dtype)
         writer.note = log_layers(progress, "quantizing")
@@ -247,14 +252,17 @@ class _Writer:
         if self._scheme is Scheme.W4A4:
             yield names.input_global, shape, _F32, functools.partial(scale, scale=self._input_scale)
 
-    def kept(self, dtype: np.dtype | None) -> dict[str, Writable]:
-        """Return the tensors that are copied, with floats in `dtype` if it is not None."""
+    def kept(self, dtype: np.dtype | None, unchanged: frozenset[str]) -> dict[str, Writable]:
+        """Return the tensors that are copied.
+
+        Args:
+          dtype: the dtype of floats; None keeps the dtype of each.
+          unchanged: the tensors that keep their dtype in any case.
+        """
         made: dict[str, Writable] = {}
         for name, part in self._plan.kept.items():
             target = part.dtype(self._tensors)
-            # A correction bias decides which experts are chosen. Tools keep it in float32, because
-            # its rounding would change the choice.
-            if dtype is not None and _is_float(target) and "correction_bias" not in name:
+            if dtype is not None and _is_float(target) and part.tensor not in unchanged:
                 target = dtype
             read = functools.partial(_read_as, part, self._tensors, target)
             made[name] = self._lazy(name, part.shape(self._tensors), target, read)
@@ -350,6 +358,16 @@ class _Writer:
                 ]
             )
         return largest / np.float32(SCALE_RANGE) if largest > 0 else np.float32(1)
+
+
+def _router_corrections(load: LoadPlan) -> frozenset[str]:
+    """Return the names of the tensors that correct the scores of routers.
+
+    They decide which experts are chosen. Tools keep them in float32, because their rounding would
+    change the choice.
+    """
+    parts = (part for part in load.parts if part.path.endswith(".router_bias"))
+    return frozenset(source.name for part in parts for source in part.all_sources)
 
 
 def _is_float(dtype: np.dtype) -> bool:

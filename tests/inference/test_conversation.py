@@ -54,6 +54,15 @@ def test_another_text_begins_anew(model):
     np.testing.assert_array_equal(list(talk.answer(other, 6)), expected(model, other, 6))
 
 
+def test_the_same_text_gets_an_answer_again(model):
+    """The cache then holds the whole text, so that no token of it would be new."""
+    talk = Conversation(model, max_length=60)
+    first = list(talk.answer(FIRST, 6))
+    whole = np.concatenate([FIRST, first[:-1]])
+    np.testing.assert_array_equal(talk.ids, whole)
+    np.testing.assert_array_equal(list(talk.answer(whole, 6)), expected(model, whole, 6))
+
+
 def test_an_answer_may_be_left(model):
     """If the caller leaves an answer early, the tokens drawn so far remain part of the text."""
     talk = Conversation(model, max_length=60)

@@ -195,6 +195,13 @@ def test_a_key_decides_the_sample(model, prompt):
     assert (sample(1) != sample(2)).any()
 
 
+def test_each_step_has_random_numbers_of_its_own(model, prompt):
+    """At this temperature all tokens are about equally likely, so that they hardly ever repeat."""
+    hot = {"temperature": 1e6, "key": jax.random.key(0)}
+    tokens = np.asarray(generate(model, prompt, max_new_tokens=16, **hot))
+    assert len(np.unique(tokens)) > 10
+
+
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
 def test_narrow_sampling_is_greedy(model, prompt, narrow):
     arguments = {"temperature": 1.0, "key": jax.random.key(0)} | narrow
@@ -230,6 +237,9 @@ def draws(count, **options):
         ({"top_p": 0.76}, [1 / 6, 5 / 9, 0, 5 / 18]),
         ({"top_k": 9}, [0.15, 0.5, 0.1, 0.25]),
         ({"temperature": 0.5}, [0.0652, 0.7246, 0.0290, 0.1812]),
+        # At temperature 2 the chances are 0.2027, 0.3701, 0.1655 and 0.2617, so that three tokens
+        # are needed for 0.64. At temperature 1, two would be enough.
+        ({"temperature": 2.0, "top_p": 0.64}, [0.2429, 0.4435, 0, 0.3136]),
     ],
 )
 def test_tokens_come_by_their_chances(options, expected):

@@ -33,6 +33,26 @@ def test_the_bound_catches_weights_with_the_bias():
     assert np.abs(weights / wrong - 1).max() > 1000 * BOUND
 
 
+def test_epsilon_is_added_to_the_sum():
+    logits = inputs()[0]
+    _, weights = route(Router(4, score="sigmoid", epsilon=0.5), logits)
+    scores = np.sort(sigmoid(np.asarray(logits, np.float64)))[:, ::-1][:, :4]
+    expected = scores / (scores.sum(-1, keepdims=True) + 0.5)
+    np.testing.assert_allclose(weights, expected, rtol=BOUND)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_scaling_multiplies_weights_of_chosen_logits(score):
+    logits = inputs()[0]
+    router = Router(4, score=score, select="logits", scaling=2.5)
+    _, weights = route(router, logits)
+    chosen = np.sort(np.asarray(logits, np.float64))[:, ::-1][:, :4]
+    one = sigmoid(chosen)
+    if score == "softmax":
+        one = np.exp(chosen) / np.exp(chosen).sum(-1, keepdims=True)
+    np.testing.assert_allclose(weights, 2.5 * one, rtol=BOUND)
+
+
 def test_ties_go_to_the_lower_expert():
     ids, weights = route(Router(3), jnp.zeros((2, 8)))
     np.testing.assert_array_equal(ids, [[0, 1, 2]] * 2)
