@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 _LONGEST = 160  # the most characters that a message repeats of a text from a file
+_MOST_LINES = 1000  # the most problems that a message repeats; `problems` has all of them
 
 
 class CheckpointError(ValueError):
@@ -17,7 +18,7 @@ class CheckpointError(ValueError):
 
     Attributes:
       problems: tuple of str. Each sentence names the file or the tensor that it is about, in the
-        order in which the problems were found.
+        order in which the problems were found. The message repeats the first 1000 of them.
       where: str or None, the checkpoint's folder.
 
     Example:
@@ -38,8 +39,10 @@ class CheckpointError(ValueError):
         place = f"{self.where}: " if self.where else ""
         if len(self.problems) == 1:
             return place + self.problems[0]
-        lines = "".join(f"\n  {problem}" for problem in self.problems)
-        return f"{place}{len(self.problems)} problems:{lines}"
+        lines = "".join(f"\n  {problem}" for problem in self.problems[:_MOST_LINES])
+        more = len(self.problems) - _MOST_LINES
+        rest = f"\n  and {more} more" if more > 0 else ""
+        return f"{place}{len(self.problems)} problems:{lines}{rest}"
 
     def __reduce__(self):
         """Return what pickle needs: the default would pass the message in place of the problems."""

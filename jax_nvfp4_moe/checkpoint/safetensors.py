@@ -14,6 +14,7 @@ Source: https://github.com/huggingface/safetensors, README and ``safetensors/src
 
 import bisect
 import dataclasses
+import errno
 import itertools
 import math
 import os
@@ -33,6 +34,10 @@ INDEX = "model.safetensors.index.json"
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _MOST_AXES = 32  # bounds the cost of multiplying the sizes of a hostile shape; no model has more
+# Far above what models have: Kimi-K2 has 276,480 tensors, in 61 files. Without limits, a hostile
+# folder of a few megabytes would keep the loader busy for minutes.
+_MOST_FILES = 2000
+_MOST_TENSORS_IN_A_FILE = 300_000
 _ONE_READ = 1 << 30  # bytes; one read on Linux returns at most 2 GiB - 4096 bytes
 
 
@@ -136,9 +141,15 @@ class Tensors:
         try:
             for file, path in paths.items():
                 self._files[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+        except OSError as error:
             self.close()
-            raise
+            if error.errno != errno.EMFILE:
+                raise
+            raise OSError(
+                errno.EMFILE,
+                f"the checkpoint has {len(paths)} files, and this process may not open so many at "
+                "once. Raise its limit, for example with `ulimit -n 4096`",
+            ) from None
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give the tensors other names, by which all methods find them from now on.
@@ -285,6 +296,9 @@ def open_tensors(folder: str | pathlib.Path) -> Tensors:
     problems: list[str] = []
     listed = _read_index(folder, problems) if exists(folder, INDEX) else None
     files = sorted(set(listed.values())) if listed is not None else [SINGLE_FILE]
+    if len(files) > _MOST_FILES:
+        problem = f"{quoted(INDEX)}: names {len(files)} files; expected at most {_MOST_FILES}"
+        raise CheckpointError([*problems, problem], str(folder))
     paths: dict[str, pathlib.Path] = {}
     headers: dict[str, Header] = {}
     for file in files:
@@ -367,7 +381,14 @@ def _parse_header(stream, size):
         raise ValueError(f"the header has {length} bytes; expected at most {JSON_BYTES}")
     if length > size - _LENGTH_BYTES:
         raise ValueError(f"truncated: header of {length} bytes in a file of {size} bytes")
-    return parse_object(stream.read(length)), _LENGTH_BYTES + length
+    raw = stream.read(length)
+    count = raw.count(b'"data_offsets"')
+    if count > _MOST_TENSORS_IN_A_FILE:
+        raise ValueError(
+            f"the header lists {count} tensors; expected at most {_MOST_TENSORS_IN_A_FILE} in a "
+            "file"
+        )
+    return parse_object(raw), _LENGTH_BYTES + length
 
 
 def _check_metadata(metadata, file, problems):

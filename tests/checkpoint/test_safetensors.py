@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 import tempfile
@@ -302,6 +303,44 @@ def test_bad_indices(tmp_path, text):
 
 def test_a_folder_without_tensors(tmp_path):
     assert problems_of(tmp_path) == ("'model.safetensors' is missing",)
+
+
+def test_an_index_of_many_files_is_refused_before_they_are_opened(tmp_path):
+    weight_map = {f"t{i}": f"{i}.safetensors" for i in range(25_000)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (problem,) = problems_of(tmp_path)
+    assert problem == f"'{INDEX}': names 25000 files; expected at most 2000"
+
+
+def test_a_process_that_may_open_few_files_says_how_to_raise_its_limit(tmp_path):
+    weight_map = {f"t{i}": f"{i}.safetensors" for i in range(40)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    for i in range(40):
+        write_raw(tmp_path, pack_file({f"t{i}": entry()}, b"8 bytes "), f"{i}.safetensors")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(tmp_path / "0.safetensors", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 20, hard))
+    try:
+        with pytest.raises(OSError, match="has 40 files, and this process may not open so many"):
+            open_tensors(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    open_tensors(tmp_path).close()
+
+
+def test_a_header_of_many_tensors_is_refused_before_it_is_parsed(tmp_path):
+    """Empty tensors take no bytes of the file."""
+    one = json.dumps(entry(shape=(0,), offsets=(0, 0)))
+    header = "{" + ",".join(f'"{i}":{one}' for i in range(300_001)) + "}"
+    (problem,) = problems_of(write_raw(tmp_path, pack_file(header.encode())))
+    assert problem.endswith("the header lists 300001 tensors; expected at most 300000 in a file")
+
+
+def test_a_message_of_many_problems_ends():
+    error = CheckpointError(f"problem {i}" for i in range(5000))
+    assert len(error.problems) == 5000
+    assert str(error).splitlines()[-2:] == ["  problem 999", "  and 4000 more"]
 
 
 def test_names_from_files_stay_printable(tmp_path):
