@@ -1,9 +1,9 @@
 """Draw the result of `moe.py`: times with floor and peers, and fractions of the floor.
 
-    python benchmarks/moe_plot.py benchmarks/results/moe.NVIDIA-H200.json
+    python benchmarks/moe_plot.py benchmarks/results/moe_peers.NVIDIA-H200.json
 
-Writes the picture of the README, with the fractions of three layers, as
-``moe.NVIDIA-H200.light.svg`` and ``.dark.svg``. `moe.py` draws the PNG of all layers.
+Writes the picture of the README, the speed of three layers beside vLLM's, as
+``moe_peers.NVIDIA-H200.svg``. `moe.py` draws the PNG of all layers.
 """
 
 import argparse
@@ -52,81 +52,51 @@ SUMMARY_CASES = {
     "mixtral-8x7b": "Mixtral-8x7B",
     "deepseek-v3": "DeepSeek-V3",
 }
-SUMMARY_LABELS = {
-    "moe_w4a16_sm90": "this project",
-    "humming_gemms": "Humming, its two products alone",
-    "marlin": "vLLM's Marlin layer",
-}
-PEERS = ("humming_gemms", "marlin")
-# Tokens at which our own time is written beside the curve; its offset in points, and alignment.
-TIMED = {
-    1: ((-6, 0), "right", "center"),
-    16: ((0, 6), "center", "bottom"),
-    64: ((4, 3), "left", "bottom"),
-    8192: ((7, 0), "left", "center"),
-}
-THEMES = {
-    "light": {"text": "#24292f", "grid": "#d0d7de", "lines": ("#0969da", "#8250df", "#bc4c00")},
-    "dark": {"text": "#e6edf3", "grid": "#3d444d", "lines": ("#4493f8", "#ab7df8", "#f0883e")},
-}
+OURS, PEER = "moe_w4a16_sm90", "marlin"
+INK, BAR, LINE = "#24292f", "#0969da", "#bc4c00"
 
 
-def draw_summary(result, path: pathlib.Path, theme: str) -> None:
-    """Write an SVG without a background: percent of the floor, by number of tokens.
+def draw_speed(result, path: pathlib.Path) -> None:
+    """Write an SVG of bars: how many times as fast as vLLM's Marlin layer ours is.
+
+    Each bar has its factor above it, and our own time below it. The background is white, so that
+    pages with a dark theme can show the picture too.
 
     Args:
       result: the result that `moe.py` writes.
       path: path of the SVG.
-      theme: "light" or "dark", the theme of the page that shows it.
 
     Raises:
-      KeyError: the result lacks a contestant.
+      KeyError: the result lacks our layer or Marlin's.
     """
-    missing = SUMMARY_LABELS.keys() - {row["contestant"] for row in result["rows"]}
+    missing = {OURS, PEER} - {row["contestant"] for row in result["rows"]}
     if missing:
         raise KeyError(f"no rows of {', '.join(sorted(missing))}: give moe.py its peers")
-    colors = THEMES[theme]
-    style = {
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), colors["text"]),
-        **dict.fromkeys(("xtick.color", "ytick.color"), colors["text"]),
-        "axes.edgecolor": colors["grid"],
-        "grid.color": colors["grid"],
-        "svg.hashsalt": "moe",  # the same figures then give the same bytes
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(10, 3.7), layout="constrained")
+    # With this salt, the same figures give the same bytes.
+    with matplotlib.rc_context({"svg.hashsalt": "moe", "text.color": INK, "font.size": 9}):
+        figure = Figure(figsize=(9, 3.4), layout="constrained", facecolor="white")
         panels = figure.subplots(1, len(SUMMARY_CASES), sharey=True)
         for axes, (case, title) in zip(panels, SUMMARY_CASES.items(), strict=True):
-            _draw_summary_case(axes, result["rows"], case, colors["lines"])
+            _draw_factors(axes, result["rows"], case)
             axes.set_title(title, fontsize=11)
-        panels[0].set_ylabel("% of what the GPU allows")
-        curves = panels[0].get_lines()[: len(SUMMARY_LABELS)]
-        figure.legend(
-            curves, SUMMARY_LABELS.values(), loc="outside upper center", ncols=3, frameon=False
-        )
-        figure.savefig(path, transparent=True, metadata={"Date": None})
+        panels[0].set_ylabel("times as fast as Marlin")
+        figure.supxlabel("tokens, and the time of our layer", fontsize=9)
+        figure.savefig(path, metadata={"Date": None})
 
 
-def _draw_summary_case(axes, rows, case, colors):
-    for contestant, color in zip(SUMMARY_LABELS, colors, strict=True):
-        tokens, fractions = _line(rows, case, contestant, "of_floor")
-        width = 1.4 if contestant in PEERS else 2.6
-        axes.plot(tokens, [100 * f for f in fractions], color=color, linewidth=width)
-    ours = next(name for name in SUMMARY_LABELS if name not in PEERS)
-    places = dict(zip(*_line(rows, case, ours, "of_floor"), strict=True))
-    times = dict(zip(*_line(rows, case, ours, "us"), strict=True))
-    for tokens, (offset, ha, va) in TIMED.items():
-        point = tokens, 100 * places[tokens]
-        axes.plot(*point, "o", color=colors[0], markersize=5)
-        style = {"textcoords": "offset points", "ha": ha, "va": va, "fontsize": 8}
-        axes.annotate(_duration(times[tokens]), point, xytext=offset, **style)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([1, 16, 256, 8192], ["1", "16", "256", "8192"])
-    axes.minorticks_off()
-    axes.set(xlim=(2**-2.2, 2**15.6), ylim=(0, 100), xlabel="tokens")
-    axes.grid(axis="y", linewidth=0.6)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0)
+def _draw_factors(axes, rows, case):
+    """Draw the bars of one layer."""
+    tokens, own = _line(rows, case, OURS, "us")
+    theirs = dict(zip(*_line(rows, case, PEER, "us"), strict=True))
+    factors = [theirs[count] / us for count, us in zip(tokens, own, strict=True)]
+    bars = axes.bar(range(len(tokens)), factors, color=BAR, width=0.7)
+    axes.bar_label(bars, [f"{factor:.2f}" for factor in factors], padding=2, fontsize=8)
+    axes.axhline(1, color=LINE, linewidth=1.2)
+    labels = [f"{count}\n{_duration(us)}" for count, us in zip(tokens, own, strict=True)]
+    axes.set_xticks(range(len(tokens)), labels, fontsize=7.5)
+    axes.set_ylim(0, 3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="x", length=0)
 
 
 def _duration(us):
@@ -137,9 +107,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("result", type=pathlib.Path, help="JSON file that moe.py wrote")
     path = parser.parse_args().result
-    result = json.loads(path.read_text(encoding="utf-8"))
-    for theme in THEMES:
-        draw_summary(result, path.with_suffix(f".{theme}.svg"), theme)
+    draw_speed(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -562,6 +562,9 @@ NB_MODULE(_nvfp4_cpu, m) {
       "ffi_api_version", [] { return std::make_pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
       "Return the (major, minor) of the XLA FFI headers that this module was built with.");
   m.def(
+      "why_cuda", [] { return NVFP4_CUDA_WHY; },
+      "Return why this build has CUDA kernels for the architectures that it has, or none.");
+  m.def(
       "isa_levels",
       [] {
         nb::list names;

@@ -457,6 +457,12 @@ NB_MODULE(_nvfp4_cuda, m) {
       "ffi_api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
       "Return the (major, minor) of the XLA FFI headers that this module was built with.");
   m.def(
+      "architectures", [] { return NVFP4_ARCHITECTURES; },
+      "Return CMake's names of the architectures of the kernels, separated by spaces.");
+  m.def(
+      "nvcc_version", [] { return NVFP4_NVCC; },
+      "Return the version of the nvcc that compiled the kernels.");
+  m.def(
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
       "Return whether GPUs of compute capability 9.0 can run the targets for 10.x and 12.x, by "
       "emulation.");

@@ -1,51 +1,9 @@
-# The CUDA module. NVFP4_CUDA says when it is built:
-#   AUTO  if nvcc >= 12.9 (the first that knows sm_100f) and an NVIDIA driver are found
-#   ON    always; nvcc >= 12.9 must be there, a driver need not
-#   OFF   never
-# CMake looks for nvcc in CMAKE_CUDA_COMPILER, CUDA_HOME, PATH and /usr/local/cuda, and in PyPI
-# wheels. The wheels are nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime and
-# nvidia-cuda-cccl, all of one version 13.x. find_package(CUDAToolkit) is not used, because it does
-# not know the layout of these wheels.
+# The CUDA module, which is built if NVFP4_CUDA is ON. The build backend (nvfp4_build.py) sets that
+# option, the compiler and the architectures. find_package(CUDAToolkit) is not used, because it does
+# not know the layout of PyPI's wheels of nvcc.
 
-# Code for 8.0 runs on 8.6 and 8.9, too, and no kernel has other code for them.
-set(NVFP4_CUDA_ARCHITECTURES "80-real;90a-real;100f-real;120f-real;80-virtual"
-    CACHE STRING "Architectures of the CUDA kernels")
 set(NVFP4_CUDA_KERNELS "" CACHE PATH
     "Build folder with the same options, whose kernels are linked instead of compiled again; for release wheels")
-
-# Returns the path of nvcc and its version; both are empty if there is no nvcc.
-function(nvfp4_find_nvcc path_out version_out)
-  execute_process(
-    COMMAND "${Python_EXECUTABLE}" -c
-            "import importlib.util as u; s = u.find_spec('nvidia'); print(*(s.submodule_search_locations if s else []), sep=';')"
-    OUTPUT_VARIABLE wheels OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
-  list(TRANSFORM wheels APPEND "/cu13/bin" OUTPUT_VARIABLE wheel_bins)
-  find_program(NVFP4_NVCC nvcc
-    HINTS "${CMAKE_CUDA_COMPILER}" ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin
-    PATHS /usr/local/cuda/bin ${wheel_bins})
-  if(CMAKE_CUDA_COMPILER)
-    set(nvcc "${CMAKE_CUDA_COMPILER}")
-  elseif(NVFP4_NVCC)
-    set(nvcc "${NVFP4_NVCC}")
-  else()
-    set(${path_out} "" PARENT_SCOPE)
-    set(${version_out} "" PARENT_SCOPE)
-    return()
-  endif()
-  execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE text COMMAND_ERROR_IS_FATAL ANY)
-  string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" _ "${text}")
-  set(${path_out} "${nvcc}" PARENT_SCOPE)
-  set(${version_out} "${CMAKE_MATCH_1}" PARENT_SCOPE)
-endfunction()
-
-function(nvfp4_find_driver found_out)
-  find_program(NVFP4_NVIDIA_SMI nvidia-smi)
-  if(NVFP4_NVIDIA_SMI OR EXISTS "/proc/driver/nvidia/version")
-    set(${found_out} ON PARENT_SCOPE)
-  else()
-    set(${found_out} OFF PARENT_SCOPE)
-  endif()
-endfunction()
 
 # Returns the folder of the CUTLASS headers; it is empty if there are none. The Python package is
 # not imported, because that would run its kernel generator.
@@ -62,41 +20,18 @@ function(nvfp4_find_cutlass include_out)
   set(${include_out} "${include}" PARENT_SCOPE)
 endfunction()
 
-set(nvfp4_build_cuda OFF)
-if(NVFP4_CUDA STREQUAL "AUTO" OR NVFP4_CUDA STREQUAL "ON")
-  nvfp4_find_nvcc(nvfp4_nvcc nvfp4_nvcc_version)
-  nvfp4_find_driver(nvfp4_driver)
-  if(nvfp4_nvcc STREQUAL "")
-    set(nvfp4_why "no nvcc found")
-  elseif(nvfp4_nvcc_version VERSION_LESS 12.9)
-    set(nvfp4_why "${nvfp4_nvcc} has version ${nvfp4_nvcc_version}, and 12.9 or newer is needed")
-  elseif(NVFP4_CUDA STREQUAL "AUTO" AND NOT nvfp4_driver)
-    set(nvfp4_why "no NVIDIA driver found (NVFP4_CUDA=ON builds without one)")
-  else()
-    set(nvfp4_build_cuda ON)
-  endif()
-elseif(NOT NVFP4_CUDA STREQUAL "OFF")
-  message(FATAL_ERROR "NVFP4_CUDA: expected AUTO, ON or OFF, got ${NVFP4_CUDA}")
-else()
-  set(nvfp4_why "NVFP4_CUDA is OFF")
-endif()
-
-if(NOT nvfp4_build_cuda)
-  if(NVFP4_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "NVFP4_CUDA=ON: ${nvfp4_why}")
-  endif()
-  message(STATUS "CUDA kernels: not built: ${nvfp4_why}")
+if(NOT NVFP4_CUDA)
+  message(STATUS "CUDA kernels: not built: ${NVFP4_CUDA_WHY}")
   return()
 endif()
-message(STATUS "CUDA kernels: ${nvfp4_nvcc} ${nvfp4_nvcc_version}, ${NVFP4_CUDA_ARCHITECTURES}")
+message(STATUS "CUDA kernels: ${CMAKE_CUDA_COMPILER}, ${NVFP4_CUDA_ARCHITECTURES}: ${NVFP4_CUDA_WHY}")
 
-set(CMAKE_CUDA_COMPILER "${nvfp4_nvcc}")
 set(CMAKE_CUDA_ARCHITECTURES "${NVFP4_CUDA_ARCHITECTURES}")
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 # The profile of nvcc names lib64, but the wheels have lib.
-file(REAL_PATH "${nvfp4_nvcc}" nvfp4_cuda_root)
+file(REAL_PATH "${CMAKE_CUDA_COMPILER}" nvfp4_cuda_root)
 cmake_path(GET nvfp4_cuda_root PARENT_PATH nvfp4_cuda_root)
 cmake_path(GET nvfp4_cuda_root PARENT_PATH nvfp4_cuda_root)
 if(IS_DIRECTORY "${nvfp4_cuda_root}/lib" AND NOT IS_DIRECTORY "${nvfp4_cuda_root}/lib64")
@@ -157,6 +92,9 @@ target_include_directories(_nvfp4_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_include_directories(_nvfp4_cuda SYSTEM PRIVATE
   "${xla_include}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(_nvfp4_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
+string(REPLACE ";" " " nvfp4_listed "${NVFP4_CUDA_ARCHITECTURES}")
+set_source_files_properties(cuda_bindings.cc PROPERTIES COMPILE_DEFINITIONS
+  "NVFP4_ARCHITECTURES=\"${nvfp4_listed}\";NVFP4_NVCC=\"${CMAKE_CUDA_COMPILER_VERSION}\"")
 foreach(target _nvfp4_cuda nvfp4_cuda_kernels)
   target_compile_definitions(${target} PRIVATE
     NVFP4_EMULATE_BLACKWELL=$<BOOL:${NVFP4_EMULATE_BLACKWELL}>

@@ -1,8 +1,10 @@
 """Load the compiled extensions and register their FFI targets, or say why that is not possible."""
 
+import contextlib
 import functools
 import importlib
 import logging
+import re
 import types
 
 import jax
@@ -10,13 +12,17 @@ import jaxlib.version
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
+# How to get the CUDA kernels. Without these options, pip keeps what is installed, or takes a wheel
+# of its cache.
+BUILD_CUDA = (
+    "reinstall the package in its source folder with `pip install --force-reinstall --no-deps "
+    "--no-cache-dir .`, and add `-C cmake.define.NVFP4_CUDA=ON` on a machine without an NVIDIA "
+    "driver"
+)
 # Extension module -> the platform for which its targets are registered, and how to install it.
 EXTENSIONS = {
     "_nvfp4_cpu": ("cpu", "reinstall the package with a C++17 compiler at hand"),
-    "_nvfp4_cuda": (
-        "CUDA",
-        "reinstall it with `pip install . -C cmake.define.NVFP4_CUDA=ON` and nvcc >= 12.9",
-    ),
+    "_nvfp4_cuda": ("CUDA", BUILD_CUDA),
 }
 
 # Optional parts of an extension -> the extension, an FFI target that is registered only if this
@@ -61,7 +67,7 @@ def why_unavailable(extension: str) -> str | None:
     try:
         module = _module(extension)
     except ImportError as error:
-        return f"the extension {extension} is not usable here ({error}): {remedy}"
+        return f"the extension {extension} is not usable here ({_cause(error)}): {remedy}"
     built, running = tuple(module.ffi_api_version()), _running_ffi_api_version()
     if built[0] != running[0] or built > running:
         return (
@@ -73,6 +79,50 @@ def why_unavailable(extension: str) -> str | None:
         jax.ffi.register_ffi_target(name, capsule, platform=platform)
     _LOG.debug("registered the FFI targets of %s", extension)
     return None
+
+
+def _cause(error: ImportError) -> str:
+    """Return why an extension is missing. The CPU module tells why the build left CUDA out."""
+    if isinstance(error, ModuleNotFoundError) and str(error.name).endswith("_nvfp4_cuda"):
+        with contextlib.suppress(ImportError):
+            return f"it was not built: {_module('_nvfp4_cpu').why_cuda()}"
+    return str(error)
+
+
+def why_not_built_for(capability: tuple[int, int]) -> str | None:
+    """Return why the CUDA extension has no kernels for a GPU; None if it has, or is missing.
+
+    Args:
+      capability: the compute capability of the GPU.
+    """
+    if why_unavailable("_nvfp4_cuda"):
+        return None
+    built = _module("_nvfp4_cuda").architectures().split()
+    if any(runs_on(architecture, capability) for architecture in built):
+        return None
+    return (
+        f"the extension _nvfp4_cuda was built for {' '.join(built)}, and this GPU has compute "
+        f"capability {capability[0]}.{capability[1]}: {BUILD_CUDA}"
+    )
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Return whether code for an architecture, as CMake names it, runs on a GPU.
+
+    Machine code runs on GPUs of the same major number and of the same or a later minor number. Code
+    with features of one chip ("90a") runs on that chip alone. Intermediate code ("80-virtual", or
+    no ending) runs on all later GPUs. Other names, such as "native", say nothing about a GPU.
+
+    Source: "GPU compilation" in the documentation of nvcc, and CUDA_ARCHITECTURES in CMake's.
+    """
+    found = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", architecture)
+    if found is None:
+        return True
+    own = int(found[1]), int(found[2])
+    if found[3] == "a":
+        return capability == own
+    same_family = capability[0] == own[0] and capability >= own
+    return same_family or (found[4] != "-real" and not found[3] and capability >= own)
 
 
 def _why_part_is_missing(extension, target, remedy):

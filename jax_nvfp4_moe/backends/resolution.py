@@ -51,7 +51,11 @@ def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:
     if target != Target.current():
         return ()
     extension = "_nvfp4_cpu" if target.platform == "cpu" else "_nvfp4_cuda"
-    parts = (part for part, (whole, *_) in _ffi.PARTS.items() if whole == extension)
+    parts = tuple(part for part, (whole, *_) in _ffi.PARTS.items() if whole == extension)
+    if target.compute_capability is not None:
+        reason = _ffi.why_not_built_for(target.compute_capability)
+        if reason is not None:
+            return tuple((name, reason) for name in (extension, *parts))
     return _ffi.missing((extension, *parts))
 
 
@@ -94,6 +98,10 @@ def resolve(
     names = find_names(backend)
     chosen = choose_backend(problem, BACKENDS, names)
     _log_backend(problem.op, problem.scheme, problem.target, chosen.name, names is None)
+    if names is None and chosen.name == "reference":
+        for extension, reason in problem.unavailable:
+            if extension in _ffi.EXTENSIONS:
+                _warn_of_extension(problem.target, reason)
     requested = None if requested_scheme is None else str(requested_scheme)
     return Plan(problem, chosen, why, checkpoint_scheme, requested, names)
 
@@ -170,6 +178,12 @@ def _log_backend(op, scheme, target, name, automatic):
         _LOG.warning("%s %s on %s runs the slow reference; `explain` says why", op, scheme, target)
     else:
         _LOG.info("backend %s for %s on %s", name, f"{op} {scheme}" if scheme else op, target)
+
+
+@functools.cache
+def _warn_of_extension(target, reason):
+    """Say once which extension is missing on this device, why, and how to get it."""
+    _LOG.warning("no kernels on %s: %s", target, reason)
 
 
 def explain_plan(plan: Plan) -> Choice:

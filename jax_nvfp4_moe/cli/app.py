@@ -12,6 +12,7 @@ import typer
 
 from jax_nvfp4_moe.cli.bench import bench_command
 from jax_nvfp4_moe.cli.chat import chat_command
+from jax_nvfp4_moe.cli.env import env_command
 from jax_nvfp4_moe.cli.errors import reporting_errors
 from jax_nvfp4_moe.cli.eval import eval_command
 from jax_nvfp4_moe.cli.generate import generate_command
@@ -28,6 +29,7 @@ COMMANDS = {
     "lm-eval": lm_eval_command,
     "quantize": quantize_command,
     "bench": bench_command,
+    "env": env_command,
 }
 
 app = typer.Typer(

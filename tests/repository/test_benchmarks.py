@@ -149,18 +149,17 @@ def test_table_shows_ratios_and_says_what_is_missing():
     assert "no column for marlin" not in text
 
 
-def test_summary_is_drawn_from_the_stored_result_for_light_and_dark_pages(tmp_path):
-    result = json.loads((HERE / "results" / "moe.NVIDIA-H200.json").read_text())
-    for theme in moe_plot.THEMES:
-        moe_plot.draw_summary(result, tmp_path / f"{theme}.svg", theme)
-        stored = HERE / "results" / f"moe.NVIDIA-H200.{theme}.svg"
-        assert stored.stat().st_size < 150_000
-        for text in (stored.read_text(), (tmp_path / f"{theme}.svg").read_text()):
-            assert all(color in text for color in moe_plot.THEMES[theme]["lines"])
-            assert text.count("<path") > 50
+def test_the_picture_of_the_readme_is_drawn_from_the_stored_result(tmp_path):
+    result = json.loads((HERE / "results" / "moe_peers.NVIDIA-H200.json").read_text())
+    moe_plot.draw_speed(result, tmp_path / "new.svg")
+    stored = HERE / "results" / "moe_peers.NVIDIA-H200.svg"
+    assert stored.stat().st_size < 150_000
+    for text in (stored.read_text(), (tmp_path / "new.svg").read_text()):
+        assert text.count(moe_plot.BAR) == 18  # three layers, six numbers of tokens
+        assert "fill: #ffffff" in text  # the background, for pages with a dark theme
     result["rows"] = [row for row in result["rows"] if row["contestant"] != "marlin"]
     with pytest.raises(KeyError, match="marlin"):
-        moe_plot.draw_summary(result, tmp_path / "no.svg", "light")
+        moe_plot.draw_speed(result, tmp_path / "no.svg")
 
 
 def test_random_weights_keep_values_near_one():

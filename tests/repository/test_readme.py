@@ -46,7 +46,7 @@ def test_the_first_two_commands_install_generate_and_test():
 
 
 def test_readme_is_a_landing_page():
-    assert len(TEXTS[README].splitlines()) <= 150
+    assert len(TEXTS[README].splitlines()) <= 130
 
 
 @pytest.mark.parametrize("page", PAGES)
