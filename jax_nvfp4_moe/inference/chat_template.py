@@ -17,12 +17,12 @@ import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import exists, locate, read_json
+from jax_nvfp4_moe.checkpoint.hub import TEMPLATES
 from jax_nvfp4_moe.inference.tokenizer_class import TOKENIZER_CONFIG
 
 log = logging.getLogger("jax_nvfp4_moe")
 
 TEMPLATE = "chat_template.jinja"
-TEMPLATES = "additional_chat_templates"  # a folder, with a file NAME.jinja for each named template
 # Files of processors, which transformers' tokenizers do not read. They come last.
 PROCESSORS = ("chat_template.json", "processor_config.json")
 DEFAULT, TOOL_USE = "default", "tool_use"
