@@ -107,12 +107,20 @@ class Tokenizer:
         shown = ""
         for token in ids:
             seen.append(int(token))
-            text = self.decode(seen)
+            text = self._settled(self.decode(seen))
             if not text.endswith("\ufffd"):
                 yield text[len(shown) :]
                 shown = text
         if seen and (rest := self.decode(seen)[len(shown) :]):
             yield rest
+
+    def _settled(self, text: str) -> str:
+        """Return the text without an end that the next token may change."""
+        if not self.clean_up:
+            return text
+        open_ends = (spaced[:length] for spaced in _CLEANED for length in range(1, len(spaced)))
+        longest = max((end for end in open_ends if text.endswith(end)), key=len, default="")
+        return text.removesuffix(longest)
 
     def chat(
         self,
@@ -179,8 +187,8 @@ def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
     * ``generation_config.json`` and ``config.json``: ``eos_token_id``, which are stop ids together
       with the tokenizer's ``eos_token``
 
-    Truncation and padding in ``tokenizer.json`` are not applied. Tools leave them there for their
-    own runs.
+    Truncation, padding and dropout in ``tokenizer.json`` are not applied. Tools leave them there
+    for their own runs.
 
     Args:
       folder: checkpoint folder, or a name on the Hugging Face Hub, as for `load_model`.
@@ -241,13 +249,29 @@ def _encoder(folder, config, model):
     special = read_special_tokens(folder, config, text, defaults)
     rebuilt = rebuild(name, text, config, special.text("unk_token")) if rules else None
     encoder = encoder if rebuilt is None else rebuilt
-    # What a tool left there for its own run. transformers cuts and pads only if it is asked to.
-    encoder.no_truncation()
-    encoder.no_padding()
+    _forget_runs(encoder)
     encoder.encode_special_tokens = config.get("split_special_tokens") is True
     add_tokens(encoder, special, stored, bool(rules and rules.marked))
     say_ends(encoder, config, special)
     return encoder, special
+
+
+def _forget_runs(encoder):
+    """Take away what a tool left in ``tokenizer.json`` for its own run.
+
+    transformers, too, cuts and pads only if it is asked to. It applies a dropout, with which a
+    text has other ids each time.
+    """
+    encoder.no_truncation()
+    encoder.no_padding()
+    model = encoder.model
+    if getattr(model, "dropout", None):
+        log.warning(
+            "%s: dropout of its model is %s, which is for training; it is not applied",
+            TOKENIZER,
+            model.dropout,
+        )
+        model.dropout = None
 
 
 def _read(folder, name):

@@ -36,6 +36,24 @@ def test_text_comes_back(text):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("text", ["hello . world ' s don ' t", "it ' hello", "leading '", ". ,"])
+def test_cleaned_text_comes_piece_by_piece(tmp_path, text):
+    """A space that the next token removes has not been shown."""
+    folders.write(folders.VARIANTS["words, cleaned"], tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode(text)
+    assert len(text.split()) == len(ids)
+    assert "".join(tokenizer.decode_stream(iter(ids))) == tokenizer.decode(ids)
+
+
+def test_dropout_is_not_applied(folder, caplog):
+    text = (EXAMPLE / "tokenizer.json").read_text()
+    expected = load_tokenizer(folder).encode(text[:2000])
+    (folder / "tokenizer.json").write_text(text.replace('"dropout": null', '"dropout": 0.5', 1))
+    np.testing.assert_array_equal(load_tokenizer(folder).encode(text[:2000]), expected)
+    assert "dropout of its model is 0.5" in caplog.text
+
+
 def test_an_unfinished_character_is_shown_at_the_end():
     tokenizer = load_tokenizer(EXAMPLE)
     ids = tokenizer.encode("a🙂")[:-1]

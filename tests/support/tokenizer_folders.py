@@ -228,6 +228,8 @@ BASES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "unigram": _unigram,
 }
 
+_PIECES_END, _GEMMA_END = (len(base()["model"]["vocab"]) for base in (_pieces, _gemma))
+
 # A template that prints what it sees.
 SHOW = (
     "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ image_token }}|"
@@ -635,16 +637,24 @@ _CLASSES = {
         "pieces",
         config={
             "tokenizer_class": "LlamaTokenizerFast",
-            "added_tokens_decoder": _FIRST | first("<tool>", "<|a|>", start=404, special=False),
+            "added_tokens_decoder": _FIRST
+            | first("<tool>", "<|a|>", start=_PIECES_END, special=False),
         },
     ),
     "pieces, generic": Variant("pieces", config={**_LLAMA_ENDS, **_FAST}),
     "pieces, decoder": Variant(
-        "pieces", config={**_FAST, "added_tokens_decoder": first("<tool>", "<|a|>", lstrip=True)}
+        "pieces",
+        config={
+            **_FAST,
+            "added_tokens_decoder": first("<tool>", "<|a|>", start=_PIECES_END, lstrip=True),
+        },
     ),
     "pieces, normalized": Variant(
         "pieces",
-        config={**_FAST, "added_tokens_decoder": first("<tool>", "<|a|>", normalized=True)},
+        config={
+            **_FAST,
+            "added_tokens_decoder": first("<tool>", "<|a|>", start=_PIECES_END, normalized=True),
+        },
     ),
     "GemmaTokenizer": Variant("gemma", config={"tokenizer_class": "GemmaTokenizer"}),
     "GemmaTokenizer of pieces": Variant("pieces", config={"tokenizer_class": "GemmaTokenizer"}),
@@ -752,11 +762,11 @@ _PUBLISHED = {
     ),
     "Mixtral": Variant(
         "pieces",
-        {"added_tokens": stored("[INST]", "[/INST]", start=404)},
+        {"added_tokens": stored("[INST]", "[/INST]", start=_PIECES_END)},
         {
             **{**_LLAMA_ENDS, "tokenizer_class": "LlamaTokenizer", "legacy": False},
             **{"add_bos_token": True, "add_eos_token": False, "use_default_system_prompt": False},
-            "added_tokens_decoder": _FIRST | first("[INST]", "[/INST]", start=404),
+            "added_tokens_decoder": _FIRST | first("[INST]", "[/INST]", start=_PIECES_END),
             "additional_special_tokens": [],
             "spaces_between_special_tokens": False,
             "chat_template": STRICT,
@@ -818,7 +828,7 @@ _PUBLISHED = {
     ),
     "Gemma": Variant(
         "gemma",
-        {"added_tokens": stored("<start_of_turn>", "<end_of_turn>", start=406)},
+        {"added_tokens": stored("<start_of_turn>", "<end_of_turn>", start=_GEMMA_END)},
         {
             "tokenizer_class": "GemmaTokenizer",
             **{"add_bos_token": True, "add_eos_token": False, "boi_token": "<tool>"},
@@ -826,7 +836,7 @@ _PUBLISHED = {
                 str(i): token(text)
                 for i, text in enumerate(("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"))
             }
-            | first("<start_of_turn>", "<end_of_turn>", start=406),
+            | first("<start_of_turn>", "<end_of_turn>", start=_GEMMA_END),
             "extra_special_tokens": {"image_token": "<|a|>", "boi_token": "<tool>"},
             "sp_model_kwargs": None,
             "spaces_between_special_tokens": False,
