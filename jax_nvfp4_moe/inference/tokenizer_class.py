@@ -30,6 +30,7 @@ _OF_MODEL = {
     **dict.fromkeys(("ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe"), GENERIC),
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), GENERIC),
     **dict.fromkeys(("kimi_k25", "kimi_linear", "minimax_m2", "mistral3", "mixtral"), GENERIC),
+    "step3p7": GENERIC,  # by model type in vLLM, and by the repository's name in transformers
 }
 # Models whose published files name a wrong class. The class of `_OF_MODEL` is taken.
 _MISNAMED = frozenset(("ernie4_5_moe", "minimax_m2", "qwen3_5_moe", "qwen3_5_moe_text"))
@@ -229,12 +230,13 @@ def _say_differences(name, content, parts):
     ]
     if different:
         log.warning(
-            "%s: %s of %s differ from those of tokenizer_class %s; those of the class are taken, "
-            "as in transformers",
-            TOKENIZER_CONFIG,
-            " and ".join(different),
+            "%s: %s is not as the tokenizer's class %s has it; the class is followed, as in "
+            'transformers. To follow the file, set tokenizer_class to "%s" in %s',
             TOKENIZER,
+            " and ".join(different),
             name,
+            GENERIC,
+            TOKENIZER_CONFIG,
         )
 
 

@@ -167,7 +167,7 @@ def test_tokens_as_plain_objects(folder):
         ({"tokenizer_config": {"tokenizer_class": "BertTokenizer"}}, ["BertTokenizer"]),
         (
             {"tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer"}},
-            ["normalizer and pre_tokenizer", "Qwen2Tokenizer"],
+            ["normalizer and pre_tokenizer", "Qwen2Tokenizer", 'tokenizer_class to "Tokenizers'],
         ),
         ({"tokenizer_config": {"auto_map": {"AutoTokenizer": ["a.B"]}}}, ["auto_map", "never run"]),
         ({"tokenizer_config": {"fix_mistral_regex": True}}, ["fix_mistral_regex"]),
@@ -209,6 +209,19 @@ def test_files_that_agree_say_nothing(folder, caplog):
         generation_config={"eos_token_id": [0]},
     )
     load_tokenizer(EXAMPLE)
+    assert caplog.text == ""
+
+
+def test_a_model_whose_files_name_a_wrong_class(folder, caplog):
+    """vLLM reads tokenizer.json of Step-3.7 as it is, and so does transformers on the Hub."""
+    text = "don't  12 x"
+    expected = load_tokenizer(folder).encode(text)
+    config = {"tokenizer_class": "GPT2Tokenizer"}
+    changed = with_files(folder, tokenizer_config=config, config={"model_type": "qwen3_moe"})
+    assert changed.encode(text).tolist() != expected.tolist()
+    caplog.clear()
+    right = with_files(folder, tokenizer_config=config, config={"model_type": "step3p7"})
+    np.testing.assert_array_equal(right.encode(text), expected)
     assert caplog.text == ""
 
 
