@@ -2,7 +2,7 @@
 
 Writes each folder of `tests/support/tokenizer_folders.py`, loads it with AutoTokenizer, and stores
 in ``tests/checkpoints/tokenizers.json`` its token ids, decoded texts, special tokens and rendered
-templates. Needs transformers and no torch.
+templates.
 """
 
 import argparse
