@@ -281,13 +281,14 @@ def _read(folder, name):
 def _tokenizer_text(folder):
     """Return the text of ``tokenizer.json``."""
     if not exists(folder, TOKENIZER):
-        there = [name for name in _OTHER_FORMS if exists(folder, name)]
-        hint = "".join(
-            f"; {name!r} is not read. In Python, transformers' "
-            f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes {TOKENIZER}"
-            for name in there[:1]
+        there = "".join(f" {name!r} is not read." for name in _OTHER_FORMS if exists(folder, name))
+        raise CheckpointError(
+            [
+                f"{TOKENIZER!r} is missing.{there} If the model has its tokenizer in another form, "
+                "transformers can write this one: "
+                "AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
+            ]
         )
-        raise CheckpointError([f"{TOKENIZER!r} is missing{hint}"])
     try:
         return locate(folder, TOKENIZER).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -41,6 +41,7 @@ def test_a_folder_is_read_as_by_transformers(name, tmp_path):
     bare = [tokenizer.encode(text, special=False).tolist() for text in texts]
     assert bare == expected.get("bare", ids)
     assert [tokenizer.decode(row) for row in ids] == expected.get("decoded", texts)
+    assert folders.added_tokens(tokenizer.encoder) == expected["added"]
     assert tokenizer.encoder.get_vocab_size() == expected["size"]
     assert tokenizer.special == expected["special"]
     assert tokenizer.stop_ids == (() if expected["eos"] is None else (expected["eos"],))

@@ -32,6 +32,7 @@ def answers(variant: folders.Variant, folder: pathlib.Path) -> dict[str, Any]:
         "size": len(tokenizer),
         "special": tokenizer.special_tokens_map,
         "eos": tokenizer.eos_token_id,
+        "added": folders.added_tokens(tokenizer.backend_tokenizer),
         "ids": ids,
         **({} if bare == ids else {"bare": bare}),
         **({} if decoded == texts else {"decoded": decoded}),

@@ -62,6 +62,15 @@ def write(variant: Variant, folder: pathlib.Path) -> None:
         path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
 
 
+def added_tokens(encoder: Any) -> dict[str, str]:
+    """Return the added tokens of a `tokenizers.Tokenizer`: id -> text and names of flags."""
+    names = ("special", "lstrip", "rstrip", "single_word", "normalized")
+    return {
+        str(index): " ".join([made.content, *(name for name in names if getattr(made, name))])
+        for index, made in sorted(encoder.get_added_tokens_decoder().items())
+    }
+
+
 def token(text: str, index: int | None = None, **flags: bool) -> dict[str, Any]:
     """Return an added token as the files hold it, special unless the flags say otherwise."""
     known = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
