@@ -141,7 +141,9 @@ def say_ends(encoder: Any, config: Mapping[str, Any], tokens: SpecialTokens) -> 
 
     What is stored decides: transformers reads neither where there is a ``tokenizer.json``.
     """
-    put = encoder.encode("").ids  # what the post_processor adds, and little else
+    import tokenizers
+
+    put = encoder.post_process(tokenizers.Encoding()).ids
     ends = {"bos_token": put[:1], "eos_token": put[-1:]}
     if tokens.text("bos_token") == tokens.text("eos_token") and len(put) == 1:
         return  # it may stand at either end

@@ -199,6 +199,24 @@ def test_differences_between_the_files_are_said(folder, caplog, files, words):
     assert all(word in caplog.text for word in words), caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("pieces, generic", {"add_bos_token": False}, "add_bos_token is false, and the post_proc"),
+        ("pieces, generic", {"add_bos_token": True, "add_eos_token": False}, ""),
+        ("pieces, generic", {"add_eos_token": True}, "tokenizer.json does not add '</s>'"),
+        ("begins and ends", {"add_bos_token": True}, ""),
+        ("unigram", {"add_bos_token": True, "add_eos_token": False}, ""),  # it has no bos_token
+    ],
+)
+def test_what_stands_around_a_text_is_compared(tmp_path, caplog, name, asked, said):
+    variant = folders.VARIANTS[name]
+    folders.write(variant._replace(config={**variant.config, **asked}), tmp_path)
+    load_tokenizer(tmp_path)
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
+
+
 def test_files_that_agree_say_nothing(folder, caplog):
     with_files(
         folder,
