@@ -7,9 +7,9 @@ from typing import NamedTuple
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 
 # The files of a checkpoint. Folders inside a repository hold other forms of the same model and are
-# not fetched.
+# not fetched, except the one that holds further chat templates.
 FILES = ("*.json", "*.jinja", "*.safetensors")
-FOLDERS = ("*/*",)
+TEMPLATES = "additional_chat_templates"  # it has a file NAME.jinja for each named template
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 
 
@@ -57,7 +57,7 @@ def fetch(name: HubName) -> pathlib.Path:
             name.repository,
             revision=name.revision,
             allow_patterns=list(FILES),
-            ignore_patterns=list(FOLDERS),
+            ignore_patterns=_folders_except(TEMPLATES),
         )
     except errors.RevisionNotFoundError:
         problem = (
@@ -83,6 +83,19 @@ def fetch(name: HubName) -> pathlib.Path:
     else:
         return pathlib.Path(folder)
     raise CheckpointError([problem])
+
+
+def _folders_except(folder: str) -> list[str]:
+    """Return patterns that match every path in a folder, except the files of `folder` itself.
+
+    The Hub's client ignores what matches any pattern, and its patterns cannot say "except". A path
+    is in another folder if its first characters are those of `folder`, up to a place where it has
+    another character.
+    """
+    whole = f"{folder}/"
+    other = [f"{whole[:place]}[!{letter}]*/*" for place, letter in enumerate(whole)]
+    shorter = [f"{folder[:length]}/*" for length in range(1, len(folder))]
+    return [*other, *shorter, f"{whole}*/*"]
 
 
 def _page(name: HubName) -> str:

@@ -2,10 +2,11 @@
 
 import contextlib
 import itertools
+import json
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -26,11 +27,13 @@ from jax_nvfp4_moe.cli.options import (
 )
 from jax_nvfp4_moe.cli.output import report, say
 from jax_nvfp4_moe.cli.process_options import over_devices
+from jax_nvfp4_moe.inference.chat_template import check_mappings
 from jax_nvfp4_moe.inference.conversation import Conversation
 from jax_nvfp4_moe.inference.tokenizer import Tokenizer, load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model
 
 _CONTEXT = 8192
+_TAKEN = ("add_generation_prompt", "messages", "self")  # `Tokenizer.chat` passes them itself
 _HELP = "Type /reset to start over, /exit or Ctrl-D to leave. Ctrl-C stops an answer."
 
 
@@ -53,6 +56,14 @@ def chat_command(
     system: Annotated[
         str | None, typer.Option(help="System message that begins the conversation.")
     ] = None,
+    template_variable: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Variable of the chat template, such as enable_thinking=false. The value is JSON; "
+            "what is not JSON is text. Repeat the option for several variables.",
+        ),
+    ] = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = None,
     top_p: TopPOption = 1.0,
@@ -66,6 +77,7 @@ def chat_command(
 
     The model answers each line that you type, and remembers the lines before.
     """
+    variables = read_variables(template_variable or ())
     with example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         how = {"dtype": dtype, "backend": backend, "mesh": devices, "dispatch": dispatch}
@@ -81,17 +93,13 @@ def chat_command(
         stop_ids=tokenizer.stop_ids,
         key=jax.random.key(seed),
     )
-    if tokenizer.template is None:
-        report(
-            "This checkpoint has no chat template. The model continues your text as you type it."
-        )
-    report(_HELP)
-    turns = Turns(tokenizer, system)
+    _greet(tokenizer, variables)
+    turns = Turns(tokenizer, system, variables)
     for line in _lines():
         if line.strip() in ("/exit", "/quit"):
             return
         if line.strip() == "/reset":
-            turns = Turns(tokenizer, system)
+            turns = Turns(tokenizer, system, variables)
             report("Started a new conversation.")
         elif line.strip() == "/help":
             report(_HELP)
@@ -111,9 +119,15 @@ class Turns:
       ids: int32 ``[n]``, tokens of the whole text, with the last answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, system: str | None = None):
-        """Begin with a system message, or with no text."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        system: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ):
+        """Begin with a system message, or with no text. Templates see `variables`."""
         self.tokenizer = tokenizer
+        self._variables = dict(variables or {})
         self._messages = [] if system is None else [{"role": "system", "content": system}]
         self._text, self.ids = "", np.zeros(0, np.int32)
 
@@ -125,7 +139,7 @@ class Turns:
             self.ids = np.concatenate([self.ids, new])
             return self.ids
         self._messages.append({"role": "user", "content": line})
-        text = self.tokenizer.chat(self._messages)
+        text = self.tokenizer.chat(self._messages, **self._variables)
         if self._text and text.startswith(self._text):
             new = encode(text[len(self._text) :], special=False)
             self.ids = np.concatenate([self.ids, new])
@@ -141,6 +155,44 @@ class Turns:
         self._messages.append({"role": "assistant", "content": said})
         self._text += said
         self.ids = np.concatenate([self.ids, np.asarray(spoken, np.int32)])
+
+
+def read_variables(given: Sequence[str]) -> dict[str, Any]:
+    """Return the variables of ``--template-variable``: name -> value.
+
+    Raises:
+      ValueError: an item is not ``NAME=VALUE``, or its name is taken. The message names the option.
+    """
+    return dict(map(_variable, given))
+
+
+def _variable(text):
+    """Return the name and the value of one variable."""
+    text = read_argument("template-variable", text)
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(
+            f"--template-variable: expected NAME=VALUE, such as enable_thinking=false; got {text!r}"
+        )
+    if name in _TAKEN:
+        raise ValueError(f"--template-variable: {name} is not a variable that you can set")
+    found: Any = value
+    with contextlib.suppress(ValueError):  # it is not JSON
+        found = json.loads(value)
+    if name in ("tools", "documents"):
+        check_mappings(f"--template-variable: {name}", found)
+    return name, found
+
+
+def _greet(tokenizer, variables):
+    """Say what the user can type, and what the template does not do."""
+    if tokenizer.template is None:
+        report(
+            "This checkpoint has no chat template. The model continues your text as you type it."
+        )
+        if variables:
+            report(f"--template-variable has no effect: {', '.join(variables)}")
+    report(_HELP)
 
 
 def _lines() -> Iterator[str]:

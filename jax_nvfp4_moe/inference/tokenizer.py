@@ -5,8 +5,7 @@ immutable sandbox of jinja2.
 """
 
 import dataclasses
-import datetime
-import json
+import logging
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,19 +13,51 @@ from typing import Any
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, find_folder, locate, read_json
+from jax_nvfp4_moe.checkpoint.folder import (
+    CONFIG,
+    exists,
+    find_folder,
+    locate,
+    merge_text_config,
+    read_json,
+)
+from jax_nvfp4_moe.inference.chat_template import (
+    DEFAULT,
+    Messages,
+    check_mappings,
+    choose_template,
+    read_templates,
+    render,
+)
+from jax_nvfp4_moe.inference.special_tokens import (
+    add_tokens,
+    read_special_tokens,
+    say_ends,
+    text_of,
+)
+from jax_nvfp4_moe.inference.stop_ids import read_stop_ids
+from jax_nvfp4_moe.inference.tokenizer_class import (
+    REBUILT,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    choose_class,
+    rebuild,
+)
 
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-GENERATION_CONFIG = "generation_config.json"
-TEMPLATE = "chat_template.jinja"
+log = logging.getLogger("jax_nvfp4_moe")
 
-Messages = Sequence[Mapping[str, str]]
+# Other forms of a tokenizer, which are named if tokenizer.json is missing.
+_OTHER_FORMS = ("tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
+# Keys of tokenizer_config.json that change ids or text, and that are not implemented.
+_NOT_IMPLEMENTED = ("fast_tokenizer_files", "fix_mistral_regex")
+_BPE_TOO = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+# The spaces that `clean_up_tokenization_spaces` removes.
+_CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """The tokenizer of a checkpoint, with its chat template and its stop ids.
+    """The tokenizer of a checkpoint, with its chat templates and its stop ids.
 
     Attributes:
       encoder: a `tokenizers.Tokenizer`.
@@ -34,12 +65,17 @@ class Tokenizer:
       special: name of each special token, such as "bos_token" -> its text. Templates see them under
         these names.
       stop_ids: ids of the tokens that end a text; empty if the checkpoint names none.
+      templates: name -> source of every chat template. `template` is the one named "default"; the
+        one named "tool_use" renders conversations with tools.
+      clean_up: whether `decode` removes spaces before punctuation.
     """
 
     encoder: Any
     template: str | None
     special: Mapping[str, str]
     stop_ids: tuple[int, ...]
+    templates: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    clean_up: bool = False
 
     def encode(self, text: str, *, special: bool = True) -> np.ndarray:
         """Return the token ids of a text.
@@ -56,7 +92,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        return self.encoder.decode([int(i) for i in ids], skip_special_tokens=True)
+        text = self.encoder.decode([int(i) for i in ids], skip_special_tokens=True)
+        for spaced in _CLEANED if self.clean_up else ():
+            text = text.replace(spaced, spaced.strip())
+        return text
 
     def decode_stream(self, ids: Iterator[int]) -> Iterator[str]:
         """Yield the text that each token id adds.
@@ -68,49 +107,88 @@ class Tokenizer:
         shown = ""
         for token in ids:
             seen.append(int(token))
-            text = self.decode(seen)
+            text = self._settled(self.decode(seen))
             if not text.endswith("\ufffd"):
                 yield text[len(shown) :]
                 shown = text
         if seen and (rest := self.decode(seen)[len(shown) :]):
             yield rest
 
-    def chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def _settled(self, text: str) -> str:
+        """Return the text without an end that the next token may change."""
+        if not self.clean_up:
+            return text
+        open_ends = (spaced[:length] for spaced in _CLEANED for length in range(1, len(spaced)))
+        longest = max((end for end in open_ends if text.endswith(end)), key=len, default="")
+        return text.removesuffix(longest)
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
         """Render messages by the chat template as the text of a prompt.
 
+        The text holds the special tokens that begin it, so encode it with ``special=False``.
+
         Args:
-          messages: the conversation, each message a mapping with "role" and "content".
+          messages: the conversation, each message a mapping with "role" and "content". The content
+            is text, or a list of parts. A message may hold "tool_calls" and whatever else the
+            template reads; keys that hold None are left out.
           add_generation_prompt: whether to append the text that begins an answer. Defaults to True.
+          tools: the tools that the model may call, each a JSON schema as a dictionary. None means
+            no tools. If the checkpoint has a template named "tool_use", tools choose it.
+          documents: documents to answer from, as dictionaries. None means no documents.
+          **variables: further variables of the template, such as ``enable_thinking=False``. They
+            replace special tokens of the same name.
 
         Raises:
           CheckpointError: the checkpoint has no chat template, or the template fails.
+          ValueError: there are no messages, or an argument has a wrong type.
+
+        Example:
+          >>> import dataclasses, importlib.resources
+          >>> import jax_nvfp4_moe as nvfp4
+          >>> folder = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+          >>> source = "{{ messages[0].content }}{% if brief %} Be brief.{% endif %}"
+          >>> tokenizer = nvfp4.load_tokenizer(folder)
+          >>> tokenizer = dataclasses.replace(tokenizer, template=source)
+          >>> tokenizer.chat([{"role": "user", "content": "Why?"}], brief=True)
+          'Why? Be brief.'
         """
-        if self.template is None:
-            raise CheckpointError(
-                [
-                    f"no chat template: the checkpoint has no file {TEMPLATE}, and no field "
-                    f"chat_template in {TOKENIZER_CONFIG}. Pass a prompt as plain text instead"
-                ]
-            )
-        try:
-            template = _environment().from_string(self.template)
-            return template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self.special
-            )
-        except Exception as error:  # expressions in a template can raise any exception
-            raise CheckpointError(
-                [f"the chat template failed: {type(error).__name__}: {error}"]
-            ) from None
+        check_mappings("tools", tools)
+        check_mappings("documents", documents)
+        named = dict(self.templates) if self.template is None else {DEFAULT: self.template}
+        source = choose_template({**self.templates, **named}, tools)
+        given = {
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return render(source, messages, {**self.special, **variables, **given})
 
 
 def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint, with its chat template and its stop ids.
+    """Load the tokenizer of a checkpoint, with its chat templates and its stop ids.
 
+    Token ids, special tokens and rendered templates are those of transformers' AutoTokenizer.
     ``tokenizer.json`` is required. The following files are read if they exist:
 
-    * ``tokenizer_config.json``: special tokens, and the chat template of some checkpoints
-    * ``chat_template.jinja``: the chat template; it takes precedence
-    * ``generation_config.json``, otherwise ``config.json``: ``eos_token_id``, the stop ids
+    * ``tokenizer_config.json``: added and special tokens, the tokenizer's class, chat templates
+    * ``special_tokens_map.json`` and ``added_tokens.json``: the same tokens in older checkpoints,
+      without ``added_tokens_decoder`` in ``tokenizer_config.json``
+    * ``chat_template.jinja`` and the folder ``additional_chat_templates``: chat templates, which
+      come before those of ``tokenizer_config.json``; ``chat_template.json`` and
+      ``processor_config.json`` come last
+    * ``generation_config.json`` and ``config.json``: ``eos_token_id``, which are stop ids together
+      with the tokenizer's ``eos_token``
+
+    Truncation, padding and dropout in ``tokenizer.json`` are not applied. Tools leave them there
+    for their own runs.
 
     Args:
       folder: checkpoint folder, or a name on the Hugging Face Hub, as for `load_model`.
@@ -133,96 +211,135 @@ def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
 
     Source: https://huggingface.co/docs/tokenizers.
     """
-    import tokenizers  # only callers that work with text pay for this import
-
     folder = find_folder(folder)
     try:
-        text = locate(folder, TOKENIZER).read_text(encoding="utf-8")
-        config = read_json(folder, TOKENIZER_CONFIG) if exists(folder, TOKENIZER_CONFIG) else {}
-        try:
-            encoder = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the binding raises plain `Exception`
-            raise CheckpointError([f"{TOKENIZER}: it cannot be parsed: {error}"]) from None
-        special = {
-            name: _token_text(value) for name, value in config.items() if name.endswith("_token")
-        }
-        known = {name: value for name, value in special.items() if value is not None}
-        return Tokenizer(encoder, _template(folder, config), known, _stop_ids(folder))
+        return _load(folder)
     except CheckpointError as error:
         raise CheckpointError(error.problems, str(folder)) from None
 
 
-def _template(folder, config):
-    """Return the source of the chat template, or None if there is none."""
-    if exists(folder, TEMPLATE):
-        return locate(folder, TEMPLATE).read_text(encoding="utf-8")
-    given = config.get("chat_template")
-    if isinstance(given, list):  # several named templates
-        named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
-        given = named.get("default")
-    if given is not None and not isinstance(given, str):
-        raise CheckpointError(
-            [f"{TOKENIZER_CONFIG}: chat_template: expected text, got {quoted(given)}"]
-        )
-    return given
-
-
-def _token_text(value):
-    """Return the text of a special token, or None if `value` is not one."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _stop_ids(folder) -> tuple[int, ...]:
-    """Return ``eos_token_id`` of the generation config, or that of the model's config."""
-    for name in (GENERATION_CONFIG, CONFIG):
-        ids = read_json(folder, name).get("eos_token_id") if exists(folder, name) else None
-        if ids is None:
-            continue
-        ids = ids if isinstance(ids, list) else [ids]
-        if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-            raise CheckpointError(
-                [f"{name}: eos_token_id: expected a token id or a list of ids, got {quoted(ids)}"]
-            )
-        return tuple(ids)
-    return ()
-
-
-def _environment():
-    """Return a sandbox with the functions that chat templates expect.
-
-    They are those that transformers provides.
-    """
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks the assistant's text for training. Rendering ignores it."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2 declares the attribute like this
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+def _load(folder):
+    """Return the tokenizer of an existing folder."""
+    config, model = (_read(folder, name) for name in (TOKENIZER_CONFIG, CONFIG))
+    encoder, special = _encoder(folder, config, model)
+    _say_not_implemented(config)
+    _say_outside(encoder, merge_text_config(model).get("vocab_size"))
+    end = special.text("eos_token")
+    end = None if end is None else encoder.token_to_id(end)
+    templates = read_templates(folder, config)
+    return Tokenizer(
+        encoder,
+        templates.get(DEFAULT),
+        {name: text_of(token) for name, token in special.named.items()},
+        read_stop_ids(folder, () if end is None else (end,)),
+        templates,
+        _cleans(encoder, config),
     )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
+
+
+def _encoder(folder, config, model):
+    """Return the `tokenizers.Tokenizer` of a folder, and the special tokens in it."""
+    text = _tokenizer_text(folder)
+    encoder = _parsed(text)
+    stored = encoder.get_added_tokens_decoder()
+    name = choose_class(model, config, text)
+    rules = REBUILT.get(name)
+    padding = {"pad_token": encoder.padding["pad_token"]} if encoder.padding else {}
+    defaults = {**padding, **(rules.special if rules else {})}
+    special = read_special_tokens(folder, config, text, defaults)
+    rebuilt = rebuild(name, text, config, special.text("unk_token")) if rules else None
+    encoder = encoder if rebuilt is None else rebuilt
+    _forget_runs(encoder)
+    encoder.encode_special_tokens = config.get("split_special_tokens") is True
+    add_tokens(encoder, special, stored, bool(rules and rules.marked))
+    say_ends(encoder, config, special)
+    return encoder, special
+
+
+def _forget_runs(encoder):
+    """Take away what a tool left in ``tokenizer.json`` for its own run.
+
+    transformers, too, cuts and pads only if it is asked to. It applies a dropout, with which a
+    text has other ids each time.
+    """
+    encoder.no_truncation()
+    encoder.no_padding()
+    model = encoder.model
+    if getattr(model, "dropout", None):
+        log.warning(
+            "%s: dropout of its model is %s, which is for training; it is not applied",
+            TOKENIZER,
+            model.dropout,
+        )
+        model.dropout = None
+
+
+def _read(folder, name):
+    return read_json(folder, name) if exists(folder, name) else {}
+
+
+def _tokenizer_text(folder):
+    """Return the text of ``tokenizer.json``."""
+    if not exists(folder, TOKENIZER):
+        there = "".join(f" {name!r} is not read." for name in _OTHER_FORMS if exists(folder, name))
+        raise CheckpointError(
+            [
+                f"{TOKENIZER!r} is missing.{there} If the model has its tokenizer in another form, "
+                "transformers can write this one: "
+                "AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
+            ]
+        )
+    try:
+        return locate(folder, TOKENIZER).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError([f"{TOKENIZER}: it is not text in UTF-8: {error}"]) from None
+
+
+def _parsed(text):
+    """Return the tokenizer that the text of ``tokenizer.json`` holds."""
+    import tokenizers  # only callers that work with text pay for this import
+
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the binding raises plain `Exception`
+        raise CheckpointError([f"{TOKENIZER}: it cannot be parsed: {error}"]) from None
+
+
+def _cleans(encoder, config):
+    """Return whether decoding removes spaces before punctuation.
+
+    For a BPE, whose text needs no cleaning, transformers ignores the usual key.
+    """
+    is_bpe = type(encoder.model).__name__ == "BPE"
+    asked = config.get("clean_up_tokenization_spaces") is True
+    return asked and (not is_bpe or config.get(_BPE_TOO) is True)
+
+
+def _say_not_implemented(config):
+    """Warn of keys that would change ids or text."""
+    for name in _NOT_IMPLEMENTED:
+        if config.get(name):
+            log.warning(
+                "%s: %s is %s, which is not implemented; %s is read as it is",
+                TOKENIZER_CONFIG,
+                name,
+                quoted(config[name]),
+                TOKENIZER,
+            )
+
+
+def _say_outside(encoder, vocab_size):
+    """Warn of added tokens that the model does not have."""
+    if type(vocab_size) is not int:
+        return
+    added = encoder.get_added_tokens_decoder()
+    outside = [added[index].content for index in sorted(added) if index >= vocab_size]
+    if outside:
+        log.warning(
+            "%s: vocab_size is %s, and the tokenizer has %s added tokens with larger ids, such as "
+            "%s; the model cannot read a text that holds one of them",
+            CONFIG,
+            vocab_size,
+            len(outside),
+            quoted(outside[0]),
+        )

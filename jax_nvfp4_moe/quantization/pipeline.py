@@ -25,6 +25,7 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home, locate
 from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat
+from jax_nvfp4_moe.checkpoint.hub import TEMPLATES
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.progress import log_layers
@@ -501,12 +502,14 @@ def writer_version() -> str:
 def copy_beside(checkpoint: Checkpoint, destination: pathlib.Path) -> None:
     """Copy the files that go with the weights, without reading what they mean."""
     for path in _beside(checkpoint.folder):
-        copy_file(locate(checkpoint.folder, path.name), destination / path.name)
+        name = path.relative_to(checkpoint.folder)
+        (destination / name).parent.mkdir(exist_ok=True)
+        copy_file(locate(checkpoint.folder, str(name)), destination / name)
 
 
 def _beside(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield the files of a checkpoint that go with the weights."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]):
         known = path.suffix in _BESIDE or path.name.startswith(_LICENCES)
         own = path.name in (CONFIG, QUANT_FILE, INDEX) or path.name.endswith(".index.json")
         if known and not own and path.is_file():

@@ -9,7 +9,10 @@ import pytest
 from given import EXAMPLE
 from hub_server import COMMIT, serve
 
-from jax_nvfp4_moe.checkpoint.hub import HubName, parse_hub_name
+from jax_nvfp4_moe.checkpoint.hub import TEMPLATES, HubName, parse_hub_name
+
+# Folders whose names are like that of the chat templates, which alone is fetched.
+NEAR = ("a", "additional", "bdditional_chat_templates", f"{TEMPLATES}2", "additional/chat")
 
 OPEN = """
 import sys
@@ -34,6 +37,9 @@ def repository(tmp_path_factory):
     (folder / "original").mkdir()
     (folder / "original" / "model.safetensors").write_bytes(b"another form")
     (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    for name in (TEMPLATES, *NEAR):
+        (folder / name).mkdir()
+        (folder / name / "tool_use.jinja").write_text("x")
     return folder
 
 
@@ -96,7 +102,9 @@ def test_a_model_is_fetched_once_and_found_again(from_the_hub, without_the_hub, 
         assert revision == COMMIT
         assert int(count) > 100
         assert names <= set(files)
-        assert {"original", "pytorch_model.bin"}.isdisjoint(files)
+        folders = {name for name in files if "." not in name}
+        assert folders == {TEMPLATES}
+        assert "pytorch_model.bin" not in files
     fetched = [line for line in asked if line.startswith("GET") and "/resolve/" in line]
     assert len(fetched) == len(set(fetched))
     assert without_the_hub["owner/model"] == first

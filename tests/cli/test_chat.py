@@ -14,7 +14,7 @@ import pytest
 from given import EXAMPLE
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.cli.chat import Turns
+from jax_nvfp4_moe.cli.chat import Turns, read_variables
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
@@ -65,6 +65,47 @@ def test_a_template_that_shows_earlier_turns_in_another_way(tokenizer):
     text = "<user>hi</user><assistant>short</assistant><user>why</user><assistant>"
     assert len(first)
     np.testing.assert_array_equal(turns.ask("why"), tokenizer.encode(text, special=False))
+
+
+def test_the_template_sees_variables(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(EXAMPLE, folder)
+    template = TEMPLATE + "{% if think is false %}<think></think>{% endif %}{{ tools | length }}"
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = nvfp4.load_tokenizer(folder)
+    turns = Turns(tokenizer, None, read_variables(['tools=[{"a": 1}]', "think=false"]))
+    text = "<user>hi</user><assistant><think></think>1"
+    np.testing.assert_array_equal(turns.ask("hi"), tokenizer.encode(text, special=False))
+
+
+def test_values_of_variables_are_json_or_text():
+    given = ["a=false", "b=x = y", "c=", 'd="7"', "e=7", "f=null", "b=last"]
+    read = read_variables(given)
+    assert read == {"a": False, "b": "last", "c": "", "d": "7", "e": 7, "f": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("thinking", "--template-variable: expected NAME=VALUE"),
+        ("=1", "--template-variable: expected NAME=VALUE"),
+        ("enable-thinking=1", "--template-variable: expected NAME=VALUE"),
+        ("messages=[]", "--template-variable: messages is not a variable"),
+        ("tools=weather", "--template-variable: tools: expected None or a list of dictionaries"),
+    ],
+)
+def test_wrong_variables(given, message):
+    with pytest.raises(ValueError, match=message):
+        read_variables(["a=1", given])
+
+
+def test_a_wrong_variable_ends_the_command():
+    """It is refused before anything is loaded."""
+    command = [sys.executable, "-m", "jax_nvfp4_moe", "chat", "nowhere", "--template-variable", "a"]
+    quiet = {"capture_output": True, "text": True, "check": False, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(command, **quiet)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --template-variable: expected NAME=VALUE"), done.stderr
 
 
 def test_without_a_template_the_text_goes_on():

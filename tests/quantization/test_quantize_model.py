@@ -407,9 +407,14 @@ def test_files_that_go_with_the_weights_are_copied(tmp_path):
     for name in (*kept, "pytorch_model.bin", "model.safetensors.index.json.bak", "notes.md"):
         (source / name).write_text("{}")
     (source / "folder.json").mkdir()
+    template = "additional_chat_templates/tool_use.jinja"
+    for name in (template, "original/other.json"):
+        (source / name).parent.mkdir()
+        (source / name).write_text("{}")
     quantize_model(source, tmp_path / "q")
-    written = {path.name for path in (tmp_path / "q").iterdir()}
-    assert written == {*kept, "config.json", "hf_quant_config.json", "model.safetensors"}
+    files = [path for path in (tmp_path / "q").rglob("*") if path.is_file()]
+    written = {path.relative_to(tmp_path / "q").as_posix() for path in files}
+    assert written == {*kept, template, "config.json", "hf_quant_config.json", "model.safetensors"}
 
 
 def test_experts_without_tokens_are_reported(tmp_path, caplog):
