@@ -53,6 +53,7 @@ _NOT_IMPLEMENTED = ("fast_tokenizer_files", "fix_mistral_regex")
 _BPE_TOO = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 # The spaces that `clean_up_tokenization_spaces` removes.
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+_CONTEXT = 16  # tokens before a streamed token with which it is decoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,30 +98,43 @@ class Tokenizer:
             text = text.replace(spaced, spaced.strip())
         return text
 
-    def decode_stream(self, ids: Iterator[int]) -> Iterator[str]:
+    def decode_stream(self, ids: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
         """Yield the text that each token id adds.
 
         A character may consist of the bytes of several tokens. Its text comes with the last of
-        them.
+        them. A token is decoded together with a few tokens before it, so that the time for each
+        one does not grow with the text.
+
+        Args:
+          ids: the token ids.
+          after: the token ids before them, whose text is not yielded. Some tokenizers leave out the
+            space before the first word of a text; with the tokens before it, the space is kept.
         """
-        seen: list[int] = []
-        shown = ""
+        window = [int(token) for token in after[-_CONTEXT:]]
+        whole = self.decode(window)
+        shown = whole if window else ""
         for token in ids:
-            seen.append(int(token))
-            text = self._settled(self.decode(seen))
-            if not text.endswith("\ufffd"):
-                yield text[len(shown) :]
-                shown = text
-        if seen and (rest := self.decode(seen)[len(shown) :]):
+            window.append(int(token))
+            whole = self.decode(window)
+            text = self._settled(whole)
+            if text.endswith("\ufffd") or len(text) < len(shown):
+                continue
+            yield text[len(shown) :]
+            shown = text
+            # Where spaces are cleaned, what a text begins with depends on what stands before it.
+            if len(window) > 2 * _CONTEXT and text == whole and not self.clean_up:
+                rest = self.decode(window[-_CONTEXT:])
+                # A window that began within a character would decode to other text.
+                if rest and whole.endswith(rest):
+                    window, shown = window[-_CONTEXT:], rest
+        if window and (rest := self.decode(window)[len(shown) :]):
             yield rest
 
     def _settled(self, text: str) -> str:
-        """Return the text without an end that the next token may change."""
-        if not self.clean_up:
-            return text
-        open_ends = (spaced[:length] for spaced in _CLEANED for length in range(1, len(spaced)))
-        longest = max((end for end in open_ends if text.endswith(end)), key=len, default="")
-        return text.removesuffix(longest)
+        """Return the text without ends that the next token may change."""
+        while self.clean_up and (end := _open_end(text)):
+            text = text.removesuffix(end)
+        return text
 
     def chat(
         self,
@@ -170,6 +184,12 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         return render(source, messages, {**self.special, **variables, **given})
+
+
+def _open_end(text: str) -> str:
+    """Return the longest end of a text that may become a part of `_CLEANED`, or an empty text."""
+    ends = (spaced[:length] for spaced in _CLEANED for length in range(1, len(spaced)))
+    return max((end for end in ends if text.endswith(end)), key=len, default="")
 
 
 def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:

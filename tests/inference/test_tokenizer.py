@@ -8,7 +8,7 @@ import tokenizer_folders as folders
 from given import EXAMPLE
 
 from jax_nvfp4_moe import CheckpointError
-from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.inference.tokenizer import Tokenizer, load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Wie <geht>'s?"}]
 
@@ -44,6 +44,33 @@ def test_cleaned_text_comes_piece_by_piece(tmp_path, text):
     ids = tokenizer.encode(text)
     assert len(text.split()) == len(ids)
     assert "".join(tokenizer.decode_stream(iter(ids))) == tokenizer.decode(ids)
+
+
+def test_a_streamed_text_is_decoded_a_few_tokens_at_a_time(monkeypatch):
+    """The time for a token does not grow with the text."""
+    tokenizer = load_tokenizer(EXAMPLE)
+    ids = np.tile(tokenizer.encode("def f(x):\n    return naïve 漢字 🙂\n"), 40)
+    expected, lengths, decode = tokenizer.decode(ids), [], Tokenizer.decode
+
+    def noted(self, some):
+        lengths.append(len(some))
+        return decode(self, some)
+
+    monkeypatch.setattr(Tokenizer, "decode", noted)
+    assert "".join(tokenizer.decode_stream(iter(ids))) == expected
+    assert len(ids) > 500
+    assert max(lengths) < 50
+
+
+def test_the_space_before_a_streamed_word_is_kept(tmp_path):
+    """Tokenizers as Llama's leave out the space before the first word of a text."""
+    folders.write(folders.VARIANTS["LlamaTokenizer, legacy"], tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    prompt, whole = tokenizer.encode("import numpy"), tokenizer.encode("import numpy as np")
+    new = whole[len(prompt) :]
+    assert whole[: len(prompt)].tolist() == prompt.tolist()
+    assert "".join(tokenizer.decode_stream(iter(new), prompt)) == " as np"
+    assert "".join(tokenizer.decode_stream(iter(new))) == "as np"
 
 
 def test_dropout_is_not_applied(folder, caplog):

@@ -23,6 +23,16 @@ def chat(tokenizer, talk, arguments):
         return None
 
 
+def random_ids(tokenizer):
+    """Return ids in an order that no text has.
+
+    If tokens stand for single bytes, a byte that is no character changes the text before it, which
+    a stream has shown already. Such tokens are left out.
+    """
+    known = [i for text, i in tokenizer.encoder.get_vocab().items() if not text.startswith("<0x")]
+    return np.random.default_rng(0).choice(sorted(known), 150).tolist()
+
+
 def test_every_folder_has_an_answer():
     assert list(STORED) == list(folders.VARIANTS)
     assert len(STORED) >= 60
@@ -45,5 +55,8 @@ def test_a_folder_is_read_as_by_transformers(name, tmp_path):
     assert tokenizer.encoder.get_vocab_size() == expected["size"]
     assert tokenizer.special == expected["special"]
     assert tokenizer.stop_ids == (() if expected["eos"] is None else (expected["eos"],))
+    long = [token for row in ids * 3 for token in row]
+    for some in (long, random_ids(tokenizer)):
+        assert "".join(tokenizer.decode_stream(iter(some))) == tokenizer.decode(some)
     chats = {key: chat(tokenizer, *given) for key, given in folders.CHATS.items()}
     assert chats == expected.get("chats", dict.fromkeys(folders.CHATS))
