@@ -33,7 +33,11 @@ from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, LinearPlan, Matrices, Planner
 from jax_nvfp4_moe.checkpoint.progress import progress
 from jax_nvfp4_moe.checkpoint.reading import Reader
-from jax_nvfp4_moe.checkpoint.unexpected_keys import find_unexpected_keys
+from jax_nvfp4_moe.checkpoint.same_tensor import same_tensor
+from jax_nvfp4_moe.checkpoint.unexpected_keys import (
+    count_drafting_layers,
+    find_unexpected_keys,
+)
 from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
@@ -154,6 +158,22 @@ class WeightTable:
     def ignore(self, prefix: str, reason: str) -> None:
         """Leave out the tensors whose names begin with `prefix`, and log the reason."""
         self._planner.ignore(list(self._planner.tensors.under(prefix)), reason)
+
+    def same(self, module: str, name: str) -> bool:
+        """Return whether the only weight of `module` is stored equal to the tensor `name`.
+
+        Input scales of `module` do not count. The bytes are compared a few at a time, up to the
+        first that differ.
+        """
+        tensors, weight = self._planner.tensors, f"{module}.weight"
+        known = {weight, f"{module}.{self._planner.names.input_global}"}
+        if weight not in tensors or name not in tensors:
+            return False
+        return known.issuperset(tensors.under(f"{module}.")) and same_tensor(tensors, weight, name)
+
+    def warn(self, fact: str) -> None:
+        """Note `fact` for a warning, which `check` writes to the log."""
+        self._planner.warn(fact)
 
     def array(
         self,
@@ -335,12 +355,20 @@ class WeightTable:
         scopes = only or ((options.only,) if options.only else ())
         problems = [
             *planner.problems,
-            *find_unexpected_keys(planner, checkpoint.key_mapping, scopes, num_layers),
+            *find_unexpected_keys(
+                planner,
+                checkpoint.key_mapping,
+                scopes,
+                num_layers,
+                count_drafting_layers(checkpoint.config),
+            ),
         ]
         if problems:
             raise CheckpointError(problems, str(checkpoint.folder))
         for fact, count in planner.notes.items():
             log.info("%s: %s (%d)", checkpoint.folder, fact, count)
+        for fact, count in planner.warnings.items():
+            log.warning("%s: %s%s", checkpoint.folder, fact, f" ({count})" if count > 1 else "")
         return planner.nbytes
 
     def raise_problems(self) -> None:

@@ -49,6 +49,7 @@ from jax_nvfp4_moe.models import (
 )
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
 from jax_nvfp4_moe.models.refused import why_refused_family
+from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
 from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover
 from jax_nvfp4_moe.nn.filling import fill, place
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
@@ -323,7 +324,9 @@ def plan_model(
       CheckpointError: lists everything that is missing, misshapen or unexpected. Nothing is read.
     """
     row, config = _read_config(checkpoint)
-    return _plan(checkpoint, row, lambda make: row.build_model(config, make), "", settings, options)
+    plan = _plan(checkpoint, row, lambda make: row.build_model(config, make), "", settings, options)
+    warn_of_other_frequencies(checkpoint, config)
+    return plan
 
 
 def plan_moe(checkpoint: Checkpoint, layer: int, settings: Settings) -> LoadPlan:

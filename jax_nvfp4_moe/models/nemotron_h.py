@@ -413,8 +413,7 @@ def build_model(config: NemotronHConfig, make: Builder) -> Decoder:
         mixer = _build_mixer(config, layer, make)
         return Layer(config.pattern[layer], norm, mixer, dtype, residual)
 
-    # The class of transformers ignores the flag and stores a head. A stored head is used.
-    return build_around(config, make, build_layer, tied=config.tied and not make.has("head"))
+    return build_around(config, make, build_layer, tied=config.tied)
 
 
 _MIXER = "model.layers.*.mixer"
