@@ -32,7 +32,7 @@ from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, LinearPlan, Matrices, Planner
 from jax_nvfp4_moe.checkpoint.progress import progress
-from jax_nvfp4_moe.checkpoint.reading import Reader
+from jax_nvfp4_moe.checkpoint.reading import Check, Reader, bad_channel_scales
 from jax_nvfp4_moe.checkpoint.same_tensor import same_tensor
 from jax_nvfp4_moe.checkpoint.unexpected_keys import (
     count_drafting_layers,
@@ -76,8 +76,9 @@ class Headers:
         """
         self._divides = divides
 
-    def array(self, buffer: Buffer) -> jax.ShapeDtypeStruct:
+    def array(self, buffer: Buffer, check: Check | None = None) -> jax.ShapeDtypeStruct:
         """Return the shape and the dtype of `Reader.array`."""
+        del check
         return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
 
     def weight(self, matrices: Matrices | MXFP4Matrices) -> NVFP4Tensor:
@@ -453,7 +454,7 @@ class WeightTable:
             scale,
             plan.checkpoint_scheme,
             multiply_by_reciprocal,
-            _optional(reader, plan.channel_scale),
+            _optional(reader, plan.channel_scale, bad_channel_scales),
         )
 
     @property
@@ -472,5 +473,5 @@ def read_source(source: Source, reader: Reader) -> Any:
     return value
 
 
-def _optional(reader, buffer: Buffer | None) -> Any:
-    return None if buffer is None else reader.array(buffer)
+def _optional(reader, buffer: Buffer | None, check: Check | None = None) -> Any:
+    return None if buffer is None else reader.array(buffer, check)

@@ -407,8 +407,8 @@ def _check_room(end, cache, positions):
         )
     if end > positions:
         raise ValueError(
-            f"input_ids: a row would have {end} tokens, but the model has {positions} positions "
-            "(max_position_embeddings); pass fewer tokens"
+            f"input_ids: a row would have {end} tokens, but the model has {positions} positions by "
+            "its config.json; pass fewer tokens"
         )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.config import Fields, find_rope_fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_layer_fields
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys
@@ -148,9 +148,18 @@ def _read_own_sizes(fields, config, layer, kind, shared):
 
 
 def _read_rope_fields(fields, config, kind):
-    """Return the fields of the rotary embedding of layers of this kind."""
-    given = config.get("rope_parameters") or _ROPES
+    """Return the fields of the rotary embedding of layers of this kind.
+
+    Files have an object for each kind. One flat object applies to layers that see all keys. Those
+    with a window have the same one, except for its base. vLLM reads such files so, and transformers
+    cannot run them.
+    """
+    given = find_rope_fields(config) or _ROPES
     own = given.get(kind) if isinstance(given, dict) else None
+    if isinstance(given, dict) and not any(isinstance(one, dict) for one in given.values()):
+        base = fields.number("rope_local_base_freq", _ROPES[_SLIDING]["rope_theta"])
+        flat = {"rope_theta": config.get("rope_theta"), **given}
+        own = {**flat, "rope_theta": base} if kind == _SLIDING else flat
     fields.require(
         isinstance(own, dict), f"rope_parameters: expected an object {kind}, got {quoted(given)}"
     )

@@ -146,7 +146,7 @@ def _read(fields, config, shared, mamba=None, recurrent=frozenset(), rotates=Tru
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),
         num_layers=fields.size("num_hidden_layers"),
-        max_positions=fields.size("max_position_embeddings"),
+        max_positions=fields.positions() if rotates else fields.size("max_position_embeddings"),
         eps=fields.number("rms_norm_eps", _EPS),
         attention=attention if rotates else dataclasses.replace(attention, rope=None),
         mamba=mamba,

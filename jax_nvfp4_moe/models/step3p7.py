@@ -210,6 +210,11 @@ def _read_rope_fields(fields, config, types, kind):
     given = config.get("rope_parameters")
     if isinstance(given, dict) and all(isinstance(given.get(one), dict) for one in set(types)):
         return given[kind]
+    fields.require(
+        not given,
+        f"rope_parameters: expected an object for each of {', '.join(sorted(set(types)))}, or "
+        f"the lists rope_theta and partial_rotary_factors; got {quoted(given)}",
+    )
     found = {"rope_type": "default"}
     layer = types.index(kind)
     names = {"rope_theta": "rope_theta", "partial_rotary_factors": "partial_rotary_factor"}

@@ -34,7 +34,8 @@ class Asked:
         self.arrays, self.linears = {}, {}
 
     def has_under(self, prefix):
-        return next(self._tensors.under(prefix), None) is not None
+        # A head is drawn where the config asks for one. Where it is tied, it equals the embedding.
+        return prefix == "lm_head." or next(self._tensors.under(prefix), None) is not None
 
     def checkpoint_scheme(self, module):
         return None
