@@ -160,6 +160,11 @@ class WeightTable:
         """Leave out the tensors whose names begin with `prefix`, and log the reason."""
         self._planner.ignore(list(self._planner.tensors.under(prefix)), reason)
 
+    def stored(self, prefix: str) -> str:
+        """Return the name of the first tensor whose name begins with `prefix`, as in the file."""
+        tensors = self._planner.tensors
+        return quoted(tensors.info(next(tensors.under(prefix))).name)
+
     def same(self, module: str, name: str) -> bool:
         """Return whether the only weight of `module` is stored equal to the tensor `name`.
 

@@ -511,7 +511,7 @@ def build_head(make: Builder, rows: int, hidden: int, tied: bool) -> Any:
     if not make.holds("head"):
         if not tied:
             make.warn(
-                f"the file has no output head {make.key('head')}, and tie_word_embeddings is not "
+                "the file has no output head lm_head, and tie_word_embeddings is not "
                 "true in the configuration; the weights of the embedding make the logits"
             )
         return None
@@ -520,7 +520,7 @@ def build_head(make: Builder, rows: int, hidden: int, tied: bool) -> Any:
         return None
     if tied:
         make.warn(
-            "tie_word_embeddings is true in the configuration, but the file stores an output head "
-            f"{make.key('head')} that differs from the embedding; the stored head is used"
+            "tie_word_embeddings is true in the configuration, but the file stores "
+            f"{make.stored('head')}, which differs from the embedding; the stored head is used"
         )
     return make.linear("head", rows, hidden)

@@ -136,6 +136,10 @@ class Builder:
         """Return whether the file has tensors inside the module at `path`."""
         return self._table.has_under(f"{self.key(path)}.")
 
+    def stored(self, path: str) -> str:
+        """Return the name in the file, for messages, of a tensor of the module at `path`."""
+        return self._table.stored(f"{self.key(path)}.")
+
     def same(self, path: str, variable: str) -> bool:
         """Return whether the module at `path` is one weight, stored equal to that of a variable.
 
