@@ -22,6 +22,11 @@ from jax_nvfp4_moe.checkpoint.dense_experts import (
     plan_dense_experts,
 )
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.expert_forms import (
+    has_experts,
+    settle_experts,
+    unknown_experts,
+)
 from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
 from jax_nvfp4_moe.checkpoint.folder import read_num_layers
@@ -42,7 +47,7 @@ from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
-from jax_nvfp4_moe.scheme import CheckpointScheme
+from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -127,6 +132,7 @@ class WeightTable:
         self._planner = Planner(checkpoint.tensors, checkpoint.quant, self._options.input_scales)
         self._headers = Headers(self._planner.names.divides)
         self.requests = Requests()
+        self._unknown_experts: list[str] = []
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor called `name`."""
@@ -290,7 +296,14 @@ class WeightTable:
             num_experts, hidden, intermediate, gated, bias, interleaved, inputs_first
         )
         self.requests.experts[prefix] = sizes
+        settle_experts(self._planner, prefix, sizes)
+        before = len(self._planner.problems)
         plan = plan_experts(self._planner, prefix, sizes, self._options.dtype)
+        if not has_experts(self._planner, prefix, sizes):
+            del self._planner.problems[before:]  # one sentence for all such layers says more
+            self._unknown_experts.append(prefix)
+            if isinstance(plan, ExpertPlan):  # the model is built on, to find further problems
+                plan.checkpoint_scheme = plan.checkpoint_scheme or Scheme.W4A16
         if not isinstance(plan, ExpertPlan):
             return self._dense_source(prefix, plan)
         return self._source(
@@ -361,6 +374,7 @@ class WeightTable:
         scopes = only or ((options.only,) if options.only else ())
         problems = [
             *planner.problems,
+            *unknown_experts(planner, self._unknown_experts),
             *find_unexpected_keys(
                 planner,
                 checkpoint.key_mapping,
@@ -383,8 +397,10 @@ class WeightTable:
         Raises:
           CheckpointError: lists all tensors that are missing or misshapen.
         """
-        if self._planner.problems:
-            raise CheckpointError(self._planner.problems, str(self._checkpoint.folder))
+        planner = self._planner
+        problems = [*planner.problems, *unknown_experts(planner, self._unknown_experts)]
+        if problems:
+            raise CheckpointError(problems, str(self._checkpoint.folder))
 
     @contextlib.contextmanager
     def open_reader(self, show: bool | None = None, label: str = "loading") -> Iterator[Reader]:
