@@ -102,7 +102,7 @@ def _change_stack(planner, sizes, names, info, parts) -> Iterator[Change]:
 
 def _rows(sizes: ExpertSizes) -> list[str]:
     """Return the projections of an expert's first product, in the order of vLLM's rows."""
-    return [_SPLIT.gate, _SPLIT.up] if sizes.gated else [_SPLIT.up]
+    return ["gate_proj", "up_proj"] if sizes.gated else ["up_proj"]
 
 
 def _packed_leaves(planner, names, stem) -> Mapping[str, str]:

@@ -339,7 +339,7 @@ def read_rope(
     return _yarn(fields, Fields(given), frequencies, theta, positions)
 
 
-def _one_section(fields, given) -> Mapping[str, Any]:
+def _one_section(fields, given) -> dict[str, Any]:
     """Return the fields of the one rotary embedding that all layers of a model have.
 
     transformers may write an object for each type of layers. They must agree.

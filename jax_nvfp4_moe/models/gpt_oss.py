@@ -32,6 +32,7 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_ALPHA = 1.702  # the factor inside of the activation's sigmoid, in the code as well
 _LIMIT = 7.0  # the clamp of gate and up; transformers has it in the code, not in the config
 
 
@@ -81,6 +82,7 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
     top_k = fields.size("num_experts_per_tok", "experts_per_token")
     fields.only("hidden_act", ("silu",), "silu")
     fields.only("swiglu_limit", (_LIMIT,), _LIMIT)
+    fields.only("swiglu_alpha", (_ALPHA,), _ALPHA)
     fields.relate(
         top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
     )
