@@ -61,6 +61,11 @@ def read_config(config: Mapping[str, Any]) -> Gemma4Config:
     """
     fields = Fields(config)
     _require_supported(fields, config)
+    # Layers take `hidden_activation`. Other models call it `hidden_act`.
+    fields.only("hidden_act", (None, _ACTIVATION), None)
+    config, problems = {**config, "hidden_act": None}, fields.problems
+    fields = Fields(config)
+    fields.problems += problems
     cap = None
     if fields.present("final_logit_softcapping"):
         cap = fields.number("final_logit_softcapping")
