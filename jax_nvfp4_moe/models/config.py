@@ -18,6 +18,7 @@ _ROPE_ALIASES = {"mrope": "default"}
 # Types whose factor is in `max_position_embeddings` already.
 _LENGTHENED_TYPES = ("llama3",)
 _ORIGINAL = "original_max_position_embeddings"
+_MOST_POSITIONS = 2**31  # of int32
 _KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}
 
 
@@ -54,6 +55,7 @@ _NONNEGATIVE = Bounds(0)
 # Numbers outside of these bounds make a model's results zero, infinite or NaN.
 BOUNDS: Mapping[str, Bounds] = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps"), _EPSILON),
+    "partial_rotary_factor": Bounds(0, 1, positive=True),
     **dict.fromkeys(
         (
             "routed_scaling_factor",
@@ -209,14 +211,14 @@ class Fields:
         value = self._config.get(name)
         value = default if value is None else value
         wanted = (int, float) if kind is float else (bool,)
-        if type(value) in wanted and _is_finite(value):
+        if type(value) in wanted and is_finite(value):
             return value
         found = "nothing" if value is None else quoted(value)
         self.problems.append(f"{CONFIG}: {name}: expected {_KINDS[kind]}, got {found}")
         return fallback
 
 
-def _is_finite(value) -> bool:
+def is_finite(value: float) -> bool:
     """Return whether a number is finite as a float. An integer of JSON may be too large for one."""
     try:
         return math.isfinite(value)
@@ -274,7 +276,10 @@ def read_positions(fields: Fields, config: Mapping[str, Any], default: int | Non
             factor = rope.number("factor", factor)
         if rope.problems:  # of which reading the rotation tells
             return own
-    return max(int(positions * factor), 1)
+    if positions * factor < _MOST_POSITIONS:
+        return max(int(positions * factor), 1)
+    fields.require(False, f"rope factor: {positions} positions times {factor:g} are too many")
+    return own
 
 
 def read_rope(

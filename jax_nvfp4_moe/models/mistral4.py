@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.models import deepseek_v3
-from jax_nvfp4_moe.models.config import Fields, find_rope_fields, read_rope
+from jax_nvfp4_moe.models.config import Fields, find_rope_fields, is_finite, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
@@ -75,7 +75,7 @@ def _read_attention(fields, config) -> MLAConfig:
         positions,
     )
     fields.relate(
-        isinstance(share, float) and int((plain + width) * share) == width,
+        isinstance(share, float) and is_finite(share) and int((plain + width) * share) == width,
         f"partial_rotary_factor: expected {width / (plain + width)}, the share of "
         f"qk_rope_head_dim {width} in a head of {plain + width} channels; got {share}",
     )

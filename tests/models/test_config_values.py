@@ -82,6 +82,38 @@ def test_bases_that_no_model_can_use_are_refused():
         sizes({**config, "rope_parameters": rope})
 
 
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-1", "1e9", "0", "1" + 400 * "0", "[1]"])
+def test_numbers_in_lists_and_objects_are_refused_too(text):
+    """Each of these values is one sentence, and never another error or a large allocation."""
+    value = parse_object(b'{"x": %s}' % text.encode())["x"]
+    huge = len(text) > 100
+    cases = [
+        ("mistral4", {"rope_parameters": {"partial_rotary_factor": value}}),
+        ("deepseek_v4", {"partial_rotary_factor": value, "rope_parameters": None}),
+        ("glm4_moe-groups", {"rope_parameters": {"partial_rotary_factor": value}}),
+        ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": value}}),
+    ]
+    if huge or text == "[1]":
+        cases += [
+            ("step3p7", {"swiglu_limits": [value] * 3}),
+            ("granitemoehybrid", {"time_step_limit": [0.0, value]}),
+            ("nemotron_h", {"time_step_limit": [0.0, value], "auto_map": {}}),
+        ]
+    for name, changes in cases:
+        given = given_config(f"{name}-modelopt-w4a16")
+        rope = changes.get("rope_parameters") or {}
+        changes |= {one: {**given[one], **rope} for one in ("rope_parameters",) if rope}
+        with pytest.raises(CheckpointError, match=r"partial_rotary|swiglu_limits|time_step_limit"):
+            sizes({**given, **changes})
+
+
+def test_more_positions_than_int32_has_are_refused():
+    for kind in ("yarn", "linear"):
+        rope = {"rope_type": kind, "factor": 1e9}
+        with pytest.raises(CheckpointError, match="512 positions times"):
+            sizes({**given_config(QWEN.name), "rope_parameters": rope})
+
+
 def test_an_epsilon_above_one_is_refused():
     for folder, name in NUMBERS:
         if name in EPSILONS:
