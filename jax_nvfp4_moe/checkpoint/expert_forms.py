@@ -109,9 +109,10 @@ def _packed_leaves(planner, names, stem) -> Mapping[str, str]:
     """Return the names that a tool gives to the tensors of one stack -> those of its linears.
 
     compressed-tensors puts an ending after the name of a parameter. It is "weight" in a linear, and
-    the name of the projection in a stack.
+    the name of the projection in a stack. In another format, it is not certain whether a scale of
+    such a name divides.
     """
-    if f"{stem}_packed" not in names:
+    if f"{stem}_packed" not in names or not planner.names.divides:
         return {}
     found = {
         "packed": planner.names.packed,
@@ -169,15 +170,19 @@ def _divide(info: TensorInfo, count: int, *, rows: bool = False) -> list[TensorI
 
 
 def has_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> bool:
-    """Return whether the file has at least one known projection of each product."""
+    """Return whether the file has a known stack, or known projections of at least one expert."""
     tensors = planner.tensors
 
     def used(stem):
         return next(tensors.under(stem), None) is not None
 
-    first = _BOTH if sizes.gated else _SPLIT.up
-    if used(f"{prefix}.{first}") and used(f"{prefix}.{_SPLIT.down}"):
-        return True
+    def stacked(stem):
+        packed = planner.names.packed
+        ends = ("", f".{packed}", f"_{packed}", ".weight", "_blocks")
+        return any(f"{prefix}.{stem}{end}" in tensors for end in ends)
+
+    if stacked(_BOTH if sizes.gated else _SPLIT.up) or stacked(_SPLIT.down):
+        return True  # of a stack that is missing, one line for each of its tensors says more
     return any(
         all(
             any(used(f"{prefix}.{expert}.{name}.") for expert in range(sizes.num_experts))

@@ -140,6 +140,32 @@ def test_packed_stacks_of_compressed_tensors(tmp_path):
     assert_equal(params(edited(tmp_path, CT, as_flat_packed)), params(GIVEN / CT))
 
 
+def test_packed_stacks_of_another_format_are_not_guessed(tmp_path):
+    """Whether their global scales divide is certain in compressed-tensors alone."""
+
+    def edit(tensors):
+        for stem, found in zip(("gate_up_proj", "down_proj"), take_products(tensors), strict=True):
+            for part, new in (("weight", "packed"), ("weight_scale", "scale")):
+                tensors[f"{EXPERTS}.{stem}_{new}"] = found[part]
+            tensors[f"{EXPERTS}.{stem}_global_scale"] = found["weight_scale_2"]
+
+    with pytest.raises(CheckpointError) as caught:
+        load_moe(edited(tmp_path, W4A16, edit), 1)
+    (problem,) = caught.value.problems
+    assert "the names 'down_proj_global_scale', 'down_proj_packed'" in problem
+
+
+def test_layers_without_any_experts_are_one_sentence(tmp_path):
+    def edit(tensors):
+        for name in [name for name in tensors if ".mlp.experts." in name]:
+            del tensors[name]
+
+    with pytest.raises(CheckpointError) as caught:
+        load_model(edited(tmp_path, W4A4, edit))
+    (problem,) = caught.value.problems
+    assert "and the experts of 1 more layers: the file has no experts there" in problem
+
+
 def test_one_global_scale_for_a_flat_stack(tmp_path):
     """Files of llm-compressor have one for all experts of a layer."""
 

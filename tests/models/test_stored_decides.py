@@ -14,7 +14,7 @@ from given import CHECKPOINTS, copy_with_config
 from host_devices import make_mesh
 from unquantized import SMALL
 
-from jax_nvfp4_moe import CheckpointError, load_model, quantize_model
+from jax_nvfp4_moe import CheckpointError, load_model, quantize_model, restore, save
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
 from jax_nvfp4_moe.checkpoint.same_tensor import same_tensor
@@ -159,6 +159,17 @@ def test_a_stored_head_on_a_mesh(tmp_path):
     plain = load_model(GIVEN / W4A4, scheme="w4a16")
     weights = [np.asarray(one.head.weight.get_value(), np.float32) for one in (model, plain)]
     np.testing.assert_array_equal(*weights)
+
+
+@pytest.mark.parametrize("kind", [NONE, OTHER])
+def test_a_model_is_restored_with_the_head_that_it_had(tmp_path, kind):
+    """The configuration says the opposite of what is stored."""
+    folder = with_head(tmp_path, kind, kind == OTHER)
+    model = load_model(folder, dtype=jnp.float32)
+    save(tmp_path / "saved", model)
+    restored = restore(tmp_path / "saved", load_model(folder, dtype=jnp.float32))
+    assert (restored.head is None) == (kind == NONE)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(restored), nnx.state(model))
 
 
 def test_a_head_under_an_unknown_name_is_refused(tmp_path):
