@@ -291,6 +291,10 @@ class RandomWeights:
     def ignore(self, prefix, reason):
         """Do nothing: no weight is left over."""
 
+    def same(self, module, name):
+        """Return True: a head that is tied equals the embedding."""
+        return True
+
     def raise_problems(self):
         """Do nothing: values that are made here have no faults."""
 

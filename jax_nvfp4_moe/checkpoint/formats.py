@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES
+from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES, plain_prefix
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
@@ -208,9 +208,10 @@ def clean_name(name: str) -> str:
 
     Exporters that rename tensors leave such a part behind, as in
     ``backbone.layers.0.mixer.in_proj.\0backbone.pt_name_sentinel``. A star after it belongs to the
-    pattern and is kept.
+    pattern and is kept. The prefix becomes the one that `key_mapping.plain_prefix` returns.
     """
-    return _GARBAGE.sub("", name).rstrip(".") if "\0" in name else name
+    name = _GARBAGE.sub("", name).rstrip(".") if "\0" in name else name
+    return plain_prefix(name)
 
 
 def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]:

@@ -6,7 +6,9 @@ may put another prefix in place of ``model.``:
 * ``model.language_model.`` in multimodal models,
 * ``language_model.model.`` in older multimodal models,
 * ``backbone.`` in Nemotron-H,
-* nothing in DeepSeek-V4.
+* nothing in DeepSeek-V4,
+* any sequence of such parts. Tools that save a part of a wrapped model may repeat parts, as in
+  ``model.language_model.language_model.``.
 
 The tensor names in the file show which prefix it uses.
 """
@@ -18,8 +20,7 @@ from collections.abc import Iterable, Mapping
 from jax_nvfp4_moe.checkpoint.errors import quoted
 
 CANONICAL = "model."
-# The prefixes that a language model may have. A regular expression takes the first that matches,
-# so that a longer prefix must come before its own beginning.
+# The prefixes that a language model may have in a quantization config.
 PREFIXES = (
     "model.language_model.",
     "language_model.model.",
@@ -28,9 +29,11 @@ PREFIXES = (
     "backbone.",
     CANONICAL,
 )
+# The parts of which the prefix of a file may consist. The last ones are those of wrappers.
+_WRAPPERS = ("base_model", "module", "_orig_mod")
+_PARTS = ("language_model", "backbone", "model", *_WRAPPERS)
 _HEAD = "lm_head."
 _SHORT_HEAD = "head."  # of DeepSeek-V4
-_HEADS = (_HEAD, *(f"{prefix}{_HEAD}" for prefix in PREFIXES), _SHORT_HEAD)
 # Names that follow the prefix, and the name that all other models use: those of Nemotron-H, and
 # that of DeepSeek-V4's embedding.
 _ALIASES: Mapping[str, str] = {
@@ -44,9 +47,17 @@ _STACKED: Mapping[str, str] = {
     ".block_sparse_moe.input_linear.": ".block_sparse_moe.experts.gate_up_proj.",
     ".block_sparse_moe.output_linear.": ".block_sparse_moe.experts.down_proj.",
 }
+_PREFIX = rf"((?:(?:{'|'.join(_PARTS)})\.)*)"
 # Only layers and the embedding identify the language model: a vision tower may have a norm too.
-_TELLING = re.compile(
-    f"({'|'.join(map(re.escape, PREFIXES))}|)(?:layers\\.\\d+|embed_tokens|embed(?:dings?)?)\\."
+_TELLING = re.compile(_PREFIX + r"(?:layers\.\d+|embed_tokens|embed(?:dings?)?)\.")
+_TELLING_HEAD = re.compile(rf"({_PREFIX}lm_head\.|head\.)")
+_LAYER = re.compile(r"(.*?\.)layers\.\d+\.")
+# In the names and patterns of a quantization config: a wrapper first, and a part that is repeated.
+# A pattern has a backslash before the dot.
+_WRAPPED = re.compile(rf"^(re:\^?)?(?:(?:{'|'.join(_WRAPPERS)})\\?\.)+")
+_REPEATED = re.compile(r"\b(language_model|model)(\\?\.)(?:\1\\?\.)+")
+_COMPOSED = re.compile(
+    rf"^(re:\^?)?((?:(?:{'|'.join(_PARTS)})(\\?\.))+)(?=layers|embed|norm|lm_head)"
 )
 
 
@@ -97,25 +108,58 @@ def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
     Args:
       names: the names of all tensors in the file.
       problems: receives a sentence if the file is ambiguous: several prefixes have layers or an
-        embedding, or there are several heads.
+        embedding, or there are several heads. It also receives one if layers have an unknown
+        prefix alone.
     """
     names = list(names)
     prefixes: dict[str, str] = {}  # prefix -> the first tensor that has it
     heads: dict[str, str] = {}
     for name in names:
-        found = _TELLING.match(name)
-        if found:
+        if found := _TELLING.match(name):
             prefixes.setdefault(found[1], name)
-        for head in _HEADS:
-            if name.startswith(head):
-                heads.setdefault(head, name)
+        if found := _TELLING_HEAD.match(name):
+            heads.setdefault(found[1], name)
     for found in (prefixes, heads):
         if len(found) > 1:
             problems.append(
                 f"ambiguous: {' and '.join(map(quoted, found.values()))} may both belong to the "
                 "language model; expected only one of these names"
             )
+    if not prefixes:
+        problems += _unknown_prefixes(names)
     return KeyMapping(next(iter(prefixes), CANONICAL), next(iter(heads), _HEAD))
+
+
+def _unknown_prefixes(names) -> list[str]:
+    """Return a sentence about the prefixes that a file has in place of a known one, if it has any.
+
+    Without it, each tensor of the model would be reported as missing.
+    """
+    found = (_LAYER.match(name) for name in names)
+    prefixes = list(dict.fromkeys(match[1] for match in found if match))
+    if not prefixes:
+        return []
+    listed = ", ".join(quoted(f"{prefix}layers.") for prefix in prefixes[:3])
+    more = f" and {len(prefixes) - 3} more" if len(prefixes) > 3 else ""
+    return [
+        f"no tensor has the name of a language model's layer: expected {quoted('model.layers.')}, "
+        f"or the parts {', '.join(_PARTS)} before {quoted('layers.')}; the file has {listed}{more}"
+    ]
+
+
+def plain_prefix(name: str) -> str:
+    """Return a name or pattern of a quantization config without wrappers and repeated parts.
+
+    For example, ``model.language_model.language_model.layers.0`` becomes
+    ``model.language_model.layers.0``.
+    """
+    name = _REPEATED.sub(r"\1\2", _WRAPPED.sub(lambda match: match[1] or "", name))
+
+    def known(match):
+        plain = match[2].replace("\\", "") in PREFIXES
+        return match[0] if plain else f"{match[1] or ''}model{match[3]}"
+
+    return _COMPOSED.sub(known, name)
 
 
 def canonical_names(

@@ -147,6 +147,8 @@ class Planner:
         `options.LoadOptions`.
       problems: sentences for a `CheckpointError`.
       notes: a fact for the log -> how often it was noted.
+      warnings: as `notes`, for facts that the user should know: the file and its configuration
+        differ.
       taken: the names of the tensors that a plan uses or ignores on purpose.
       decisions: module -> how it is quantized and what decided that, for every module that a plan
         asked for. The experts of a layer are one entry, ``PREFIX.experts.*``.
@@ -161,6 +163,7 @@ class Planner:
         self.input_scales = input_scales
         self.problems: list[str] = []
         self.notes: dict[str, int] = {}
+        self.warnings: dict[str, int] = {}
         self.taken: set[str] = set()
         self.decisions: dict[str, Decision] = {}
         self.nbytes = 0
@@ -173,6 +176,10 @@ class Planner:
     def note(self, fact: str) -> None:
         """Count `fact` for the log."""
         self.notes[fact] = self.notes.get(fact, 0) + 1
+
+    def warn(self, fact: str) -> None:
+        """Count `fact` for a warning."""
+        self.warnings[fact] = self.warnings.get(fact, 0) + 1
 
     def find(self, name: str) -> TensorInfo | None:
         """Return what the header says about the tensor `name`, or None if it does not exist."""

@@ -171,8 +171,9 @@ class Reader:
         """Read the input scales of one product.
 
         A scale that is missing, or not a positive finite number, is replaced by the largest scale
-        of the layer. Gate and up read the same activations: if their scales differ, the larger one
-        is used.
+        of the layer. So is one that is denormal, or whose reciprocal is: kernels take it for 0, and
+        the expert would return zeros. Gate and up read the same activations: if their scales
+        differ, the larger one is used.
 
         Args:
           matrices: the buffers of the product. Their `input_global` is ``[e, parts]``, or None.
@@ -188,7 +189,7 @@ class Reader:
         scales = self.read(matrices.input_global)
         if isinstance(matrices, Matrices):
             scales = self._names.to_scale(scales)
-        valid = np.isfinite(scales) & (scales > 0)
+        valid = _are_usable(scales)
         label = quoted(matrices.label)
         if not valid.any():
             message = f"{label}: none of {scales.size} input scales is a positive finite number"
@@ -200,8 +201,8 @@ class Reader:
         largest = scales[valid].max()
         if not valid.all():
             log.warning(
-                "%s: %d of %d input scales are missing, zero or not finite; they are replaced by "
-                "the layer's largest input scale, %.6g",
+                "%s: %d of %d input scales are missing, zero or not finite, or denormal; they are "
+                "replaced by the layer's largest input scale, %.6g",
                 label,
                 np.count_nonzero(~valid),
                 scales.size,
@@ -317,6 +318,13 @@ class Reader:
             raise CheckpointError(problems, self._where)
 
 
+def _are_usable(scales):
+    """Return which input scales are positive normal numbers with normal reciprocals."""
+    smallest = np.finfo(np.float32).tiny
+    usable = np.isfinite(scales) & (scales >= smallest)
+    return usable & (np.float32(1) / np.where(usable, scales, np.float32(1)) >= smallest)
+
+
 def _chunks(name, place, start):
     """Cut one read into chunks, so that several threads can share a large tensor."""
     flat = place.reshape(-1).view(np.uint8)
@@ -333,6 +341,14 @@ def _bad_block_scales(part):
 
 def _bad_scales(part):
     return None if np.isfinite(part).all() else "expected finite scales, got NaN or infinity"
+
+
+def bad_channel_scales(part: np.ndarray) -> str | None:
+    """Return what is wrong with scales of input channels: a tool divides the weights by them."""
+    part = part.astype(np.float32)
+    sound = np.isfinite(part) & (part > 0)
+    count = np.count_nonzero(~sound)
+    return f"{count} of {part.size} channel scales are not positive and finite" if count else None
 
 
 def _stored_index(tensor_slice, info, of_slice, held):

@@ -179,6 +179,19 @@ class Tensors:
                 )
         self._sorted = sorted(self._infos)
 
+    def reform(self, changes: Mapping[str, Sequence[tuple[str, TensorInfo]]]) -> None:
+        """Replace tensors by others that lie in the same bytes.
+
+        Args:
+          changes: the name of a tensor -> name and header of each tensor that takes its place.
+        """
+        for name in changes:
+            del self._infos[name]
+        for made in changes.values():
+            self._infos.update(made)
+        if changes:
+            self._sorted = sorted(self._infos)
+
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
         return list(self._sorted)

@@ -22,6 +22,11 @@ from jax_nvfp4_moe.checkpoint.dense_experts import (
     plan_dense_experts,
 )
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.expert_forms import (
+    has_experts,
+    settle_experts,
+    unknown_experts,
+)
 from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
 from jax_nvfp4_moe.checkpoint.folder import read_num_layers
@@ -32,13 +37,17 @@ from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, LinearPlan, Matrices, Planner
 from jax_nvfp4_moe.checkpoint.progress import progress
-from jax_nvfp4_moe.checkpoint.reading import Reader
-from jax_nvfp4_moe.checkpoint.unexpected_keys import find_unexpected_keys
+from jax_nvfp4_moe.checkpoint.reading import Check, Reader, bad_channel_scales
+from jax_nvfp4_moe.checkpoint.same_tensor import same_tensor
+from jax_nvfp4_moe.checkpoint.unexpected_keys import (
+    count_drafting_layers,
+    find_unexpected_keys,
+)
 from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
-from jax_nvfp4_moe.scheme import CheckpointScheme
+from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -72,8 +81,9 @@ class Headers:
         """
         self._divides = divides
 
-    def array(self, buffer: Buffer) -> jax.ShapeDtypeStruct:
+    def array(self, buffer: Buffer, check: Check | None = None) -> jax.ShapeDtypeStruct:
         """Return the shape and the dtype of `Reader.array`."""
+        del check
         return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
 
     def weight(self, matrices: Matrices | MXFP4Matrices) -> NVFP4Tensor:
@@ -122,6 +132,7 @@ class WeightTable:
         self._planner = Planner(checkpoint.tensors, checkpoint.quant, self._options.input_scales)
         self._headers = Headers(self._planner.names.divides)
         self.requests = Requests()
+        self._unknown_experts: list[str] = []
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor called `name`."""
@@ -154,6 +165,27 @@ class WeightTable:
     def ignore(self, prefix: str, reason: str) -> None:
         """Leave out the tensors whose names begin with `prefix`, and log the reason."""
         self._planner.ignore(list(self._planner.tensors.under(prefix)), reason)
+
+    def stored(self, prefix: str) -> str:
+        """Return the name of the first tensor whose name begins with `prefix`, as in the file."""
+        tensors = self._planner.tensors
+        return quoted(tensors.info(next(tensors.under(prefix))).name)
+
+    def same(self, module: str, name: str) -> bool:
+        """Return whether the only weight of `module` is stored equal to the tensor `name`.
+
+        Input scales of `module` do not count. The bytes are compared a few at a time, up to the
+        first that differ.
+        """
+        tensors, weight = self._planner.tensors, f"{module}.weight"
+        known = {weight, f"{module}.{self._planner.names.input_global}"}
+        if weight not in tensors or name not in tensors:
+            return False
+        return known.issuperset(tensors.under(f"{module}.")) and same_tensor(tensors, weight, name)
+
+    def warn(self, fact: str) -> None:
+        """Note `fact` for a warning, which `check` writes to the log."""
+        self._planner.warn(fact)
 
     def array(
         self,
@@ -264,7 +296,14 @@ class WeightTable:
             num_experts, hidden, intermediate, gated, bias, interleaved, inputs_first
         )
         self.requests.experts[prefix] = sizes
+        settle_experts(self._planner, prefix, sizes)
+        before = len(self._planner.problems)
         plan = plan_experts(self._planner, prefix, sizes, self._options.dtype)
+        if not has_experts(self._planner, prefix, sizes):
+            del self._planner.problems[before:]  # one sentence for all such layers says more
+            self._unknown_experts.append(prefix)
+            if isinstance(plan, ExpertPlan):  # the model is built on, to find further problems
+                plan.checkpoint_scheme = plan.checkpoint_scheme or Scheme.W4A16
         if not isinstance(plan, ExpertPlan):
             return self._dense_source(prefix, plan)
         return self._source(
@@ -335,12 +374,21 @@ class WeightTable:
         scopes = only or ((options.only,) if options.only else ())
         problems = [
             *planner.problems,
-            *find_unexpected_keys(planner, checkpoint.key_mapping, scopes, num_layers),
+            *unknown_experts(planner, self._unknown_experts),
+            *find_unexpected_keys(
+                planner,
+                checkpoint.key_mapping,
+                scopes,
+                num_layers,
+                count_drafting_layers(checkpoint.config),
+            ),
         ]
         if problems:
             raise CheckpointError(problems, str(checkpoint.folder))
         for fact, count in planner.notes.items():
             log.info("%s: %s (%d)", checkpoint.folder, fact, count)
+        for fact, count in planner.warnings.items():
+            log.warning("%s: %s%s", checkpoint.folder, fact, f" ({count})" if count > 1 else "")
         return planner.nbytes
 
     def raise_problems(self) -> None:
@@ -349,8 +397,10 @@ class WeightTable:
         Raises:
           CheckpointError: lists all tensors that are missing or misshapen.
         """
-        if self._planner.problems:
-            raise CheckpointError(self._planner.problems, str(self._checkpoint.folder))
+        planner = self._planner
+        problems = [*planner.problems, *unknown_experts(planner, self._unknown_experts)]
+        if problems:
+            raise CheckpointError(problems, str(self._checkpoint.folder))
 
     @contextlib.contextmanager
     def open_reader(self, show: bool | None = None, label: str = "loading") -> Iterator[Reader]:
@@ -425,7 +475,7 @@ class WeightTable:
             scale,
             plan.checkpoint_scheme,
             multiply_by_reciprocal,
-            _optional(reader, plan.channel_scale),
+            _optional(reader, plan.channel_scale, bad_channel_scales),
         )
 
     @property
@@ -444,5 +494,5 @@ def read_source(source: Source, reader: Reader) -> Any:
     return value
 
 
-def _optional(reader, buffer: Buffer | None) -> Any:
-    return None if buffer is None else reader.array(buffer)
+def _optional(reader, buffer: Buffer | None, check: Check | None = None) -> Any:
+    return None if buffer is None else reader.array(buffer, check)

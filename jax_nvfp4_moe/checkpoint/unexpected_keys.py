@@ -4,26 +4,37 @@ Such a tensor is either a known extra, which is left out, or a problem.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config
+from jax_nvfp4_moe.checkpoint.key_mapping import CANONICAL, KeyMapping
 from jax_nvfp4_moe.checkpoint.plan import Planner
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(re.escape(CANONICAL) + r"layers\.(\d+)\.")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head."
+# Names in a config for the number of layers that predict further tokens. They follow the others.
+_DRAFTING = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "num_mtp_modules",
+    "mtp_num_layers",
+    "mtp_num_hidden_layers",
+)
+_DRAFTS, _TOWER, _PROJECTOR = "multi-token prediction", "vision tower", "vision or audio"
+# Inside of a layer of the language model, such a name would be a part of the layer.
+_OF_OTHER_MODULES = (_DRAFTS, _TOWER, _PROJECTOR)
 # Tensors that published checkpoints contain, but that the language model does not need to run.
 _KNOWN_EXTRAS = tuple(
     (re.compile(pattern), what)
     for pattern, what in (
-        (r"(^|\.)mtp\.", "multi-token prediction"),
+        (r"(^|\.)mtp\.", _DRAFTS),
         (
             r"(^|\.)(visual|vision_tower|vision_model|vision_embed_tokens|vision_embedder)\.",
-            "vision tower",
+            _TOWER,
         ),
-        (
-            r"(^|\.)(multi_modal_projector|embed_vision|audio_tower|embed_audio)\.",
-            "vision or audio",
-        ),
+        (r"(^|\.)(multi_modal_projector|embed_vision|audio_tower|embed_audio)\.", _PROJECTOR),
         (r"(^|\.)rotary_emb\.inv_freq$", "rotary frequencies, which are computed"),
         (r"[._](k|v|q|kv|attn|prob)_scale$|\.(k|v|kv)_proj\.output_scale$", "KV-cache scales"),
     )
@@ -31,16 +42,21 @@ _KNOWN_EXTRAS = tuple(
 
 
 def find_unexpected_keys(
-    planner: Planner, key_mapping: KeyMapping, only: Sequence[str], num_layers: int | None
+    planner: Planner,
+    key_mapping: KeyMapping,
+    only: Sequence[str],
+    num_layers: int | None,
+    drafting: int = 0,
 ) -> Iterator[str]:
     """Yield a sentence for each tensor that nobody asked for in a module that is loaded.
 
     Args:
       planner: knows the tensors that were asked for. It receives notes about tensors that are left
-        out.
+        out, and warnings about those that the config gives no reason to leave out.
       key_mapping: how the file spells the names of the language model's tensors.
       only: the modules to search. An empty sequence searches the whole checkpoint.
       num_layers: the number of layers in the config. Tensors of later layers are left out.
+      drafting: the number of layers after those that predict further tokens.
     """
     scopes = [f"{module}." for module in only] or [""]
     loaded = {name.split(".")[0] for name in planner.taken}
@@ -50,12 +66,36 @@ def find_unexpected_keys(
         info = planner.tensors.info(name)
         extra = known_extra(name, num_layers)
         beside = name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
+        if extra is None and beside and _may_be_head(planner, info):
+            yield (
+                f"{quoted(info.name)} ({quoted(info.file)}): {info} has the shape of an output "
+                "head, but the name is not known; expected lm_head.weight"
+            )
+            continue
         if extra is None and beside:
             extra = "modules outside of the language model"
-        if extra is not None:
+        if extra is None:
+            yield f"{quoted(info.name)} ({quoted(info.file)}): {info} is not part of the model"
+        elif num_layers is not None and _own_layer(name) >= num_layers + drafting:
+            planner.warn(
+                f"tensors left out, of which {drafting} layers predict further tokens by "
+                f"{_DRAFTING[0]} in the config: {extra}"
+            )
+        else:
             planner.note(f"tensors left out: {extra}")
-            continue
-        yield f"{quoted(info.name)} ({quoted(info.file)}): {info} is not part of the model"
+
+
+def _may_be_head(planner, info) -> bool:
+    """Return whether a tensor may be an output head, which has no other tensor in the file."""
+    embedding = planner.find(_EMBEDDING)
+    asked = _EMBEDDING in planner.taken and next(planner.tensors.under(_HEAD), None) is None
+    return asked and embedding is not None and info.shape == embedding.shape
+
+
+def _own_layer(name) -> int:
+    """Return the index of the language model's layer that a tensor belongs to; -1 for none."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else -1
 
 
 def known_extra(name: str, num_layers: int | None) -> str | None:
@@ -65,7 +105,17 @@ def known_extra(name: str, num_layers: int | None) -> str | None:
       name: the canonical name of the tensor.
       num_layers: the number of layers in the config, or None.
     """
-    layer = _LAYER.search(name)
-    if layer and num_layers is not None and int(layer[1]) >= num_layers:
+    layer = _own_layer(name)
+    for pattern, what in _KNOWN_EXTRAS:
+        if pattern.search(name) and not (layer >= 0 and what in _OF_OTHER_MODULES):
+            return what
+    if num_layers is not None and layer >= num_layers:
         return f"layers beyond the {num_layers} that the config declares"
-    return next((what for pattern, what in _KNOWN_EXTRAS if pattern.search(name)), None)
+    return None
+
+
+def count_drafting_layers(config: Mapping[str, Any]) -> int:
+    """Return how many layers of a parsed ``config.json`` predict further tokens."""
+    config = merge_text_config(config)
+    counts = [config.get(name) for name in _DRAFTING]
+    return max((count for count in counts if type(count) is int), default=0)

@@ -416,7 +416,7 @@ def _check_prompts(model, input_ids, lengths, max_new_tokens):
     if true.max() + max_new_tokens > positions:
         raise ValueError(
             f"max_new_tokens: a prompt of {true.max()} tokens and {max_new_tokens} new tokens "
-            f"exceed the model's {positions} positions (max_position_embeddings). Shorten the "
+            f"exceed the model's {positions} positions by its config.json. Shorten the "
             "prompt, or ask for fewer new tokens"
         )
     read = np.where(np.arange(t)[None, :] < true[:, None], ids, 0)

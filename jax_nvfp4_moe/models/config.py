@@ -1,5 +1,6 @@
 """Read the sizes of a model from ``config.json``, and report all wrong values in one error."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,91 @@ from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.numerics.rope import Rope
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
+# A multimodal embedding is the usual one where the tokens are text.
+_ROPE_ALIASES = {"mrope": "default"}
+# Types whose factor is in `max_position_embeddings` already.
+_LENGTHENED_TYPES = ("llama3",)
+_ORIGINAL = "original_max_position_embeddings"
+_MOST_POSITIONS = 2**31  # of int32
 _KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The values that make sense for a number of the config.
+
+    Attributes:
+      least: the smallest value.
+      most: the largest value.
+      positive: whether 0 is refused too.
+    """
+
+    least: float = -float(np.finfo(np.float32).max)
+    most: float = float(np.finfo(np.float32).max)
+    positive: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Return whether `value` is within the bounds, also after its rounding to float32."""
+        return self.least <= value <= self.most and not (self.positive and np.float32(value) <= 0)
+
+    def __str__(self) -> str:
+        """Return words for a message, such as "a positive number of at most 1"."""
+        kind = "positive" if self.positive else "nonnegative" if self.least == 0 else "finite"
+        most = f" of at most {self.most:g}" if self.most < Bounds.most else ""
+        return f"a {kind} number{most}"
+
+
+_ANY = Bounds()
+_EPSILON = Bounds(0, 1, positive=True)
+_FACTOR = Bounds(0, 1e6, positive=True)
+_POSITIVE = Bounds(0, positive=True)
+_NONNEGATIVE = Bounds(0)
+# Numbers outside of these bounds make a model's results zero, infinite or NaN.
+BOUNDS: Mapping[str, Bounds] = {
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps"), _EPSILON),
+    "partial_rotary_factor": Bounds(0, 1, positive=True),
+    **dict.fromkeys(
+        (
+            "routed_scaling_factor",
+            "moe_router_scaling_factor",
+            "attention_multiplier",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "final_logit_softcapping",
+            "query_pre_attn_scalar",
+            "swiglu_alpha",
+            "swiglu_limit",
+            "attention_factor",
+        ),
+        _FACTOR,
+    ),
+    **dict.fromkeys(
+        (
+            "rope_theta",
+            "compress_rope_theta",
+            "beta_fast",
+            "beta_slow",
+            "low_freq_factor",
+            "high_freq_factor",
+            "clip_qkv",
+            "floor_scale",
+            "alpha",
+        ),
+        _POSITIVE,
+    ),
+    **dict.fromkeys(
+        (
+            "logits_scaling",  # its reader refuses 0
+            "mscale",
+            "mscale_all_dim",
+            "llama_4_scaling_beta",
+            "attn_scale",
+            "time_step_min",
+            "mamba_dt_min",
+        ),
+        _NONNEGATIVE,
+    ),
+}
 
 
 class Fields:
@@ -38,8 +123,12 @@ class Fields:
             return BLOCK
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return the finite number `name`."""
-        return float(self._typed(name, default, float, 1.0) or 0.0)
+        """Return the finite number `name`, which must be within its `BOUNDS` if it has any."""
+        value, bounds = self._typed(name, default, float, 1.0), BOUNDS.get(name, _ANY)
+        if bounds.hold(value):
+            return float(value)
+        self.problems.append(f"{CONFIG}: {name}: expected {bounds}, got {quoted(value)}")
+        return 1.0
 
     def flag(self, name: str, default: bool) -> bool:
         """Return the boolean `name`."""
@@ -91,6 +180,10 @@ class Fields:
         )
         return default
 
+    def positions(self, default: int | None = None) -> int:
+        """Return the number of positions that the model supports; see `read_positions`."""
+        return read_positions(self, self._config, default)
+
     def present(self, name: str) -> bool:
         """Return whether `name` is present and not null."""
         return self._config.get(name) is not None
@@ -118,11 +211,75 @@ class Fields:
         value = self._config.get(name)
         value = default if value is None else value
         wanted = (int, float) if kind is float else (bool,)
-        if type(value) in wanted and math.isfinite(value):
+        if type(value) in wanted and is_finite(value):
             return value
         found = "nothing" if value is None else quoted(value)
         self.problems.append(f"{CONFIG}: {name}: expected {_KINDS[kind]}, got {found}")
         return fallback
+
+
+def is_finite(value: float) -> bool:
+    """Return whether a number is finite as a float. An integer of JSON may be too large for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def find_rope_fields(config: Mapping[str, Any]) -> Any:
+    """Return the value of ``rope_scaling`` or ``rope_parameters``, or an empty object.
+
+    ``original_max_position_embeddings`` beside it takes precedence over the same name inside, as in
+    transformers and vLLM.
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    original = config.get(_ORIGINAL)
+    if isinstance(given, dict) and given and original is not None:
+        return {**given, _ORIGINAL: original}
+    return given
+
+
+def read_rope_kind(given: Mapping[str, Any]) -> Any:
+    """Return the type of a rotary embedding, under the name that this package knows."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    return _ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+
+
+def read_positions(fields: Fields, config: Mapping[str, Any], default: int | None = None) -> int:
+    """Return the number of positions that the model supports.
+
+    YaRN lengthens its original context by ``factor``, whatever ``max_position_embeddings`` says.
+    A linear factor lengthens ``max_position_embeddings``. The factor of "llama3" is in that number
+    already.
+
+    Args:
+      fields: the fields of ``config.json``, which receive the problems.
+      config: the parsed ``config.json``.
+      default: the default of ``max_position_embeddings``.
+
+    Source: `_get_and_verify_max_len` of vLLM.
+    """
+    own = fields.size("max_position_embeddings", default=default)
+    given = find_rope_fields(config)
+    given = given if isinstance(given, dict) else {}
+    sections = [one for one in given.values() if isinstance(one, dict)] or [given]
+    positions, factor = own, 1.0
+    for section in sections:
+        kind, rope = read_rope_kind(section), Fields(section)
+        if kind in _LENGTHENED_TYPES:
+            continue
+        if kind == "yarn":
+            original = rope.size(_ORIGINAL, default=own)
+            # Without a factor, the rotation has the one that gives `max_position_embeddings`.
+            positions, factor = original, rope.number("factor", max(own / original, 1.0))
+        else:
+            factor = rope.number("factor", factor)
+        if rope.problems:  # of which reading the rotation tells
+            return own
+    if positions * factor < _MOST_POSITIONS:
+        return max(int(positions * factor), 1)
+    fields.require(False, f"rope factor: {positions} positions times {factor:g} are too many")
+    return own
 
 
 def read_rope(
@@ -151,11 +308,8 @@ def read_rope(
 
     Source: YaRN, arXiv:2309.00071; `modeling_rope_utils` of transformers for the details.
     """
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        fields.require(False, f"rope_parameters: expected an object, got {quoted(given)}")
-        given = {}
-    kind = given.get("rope_type", given.get("type", "default"))
+    given = _one_section(fields, find_rope_fields(config))
+    kind = read_rope_kind(given)
     if kind not in ROPE_TYPES:
         fields.require(
             False,
@@ -186,8 +340,28 @@ def read_rope(
     if kind == "linear":
         return _linear(fields, Fields(given), frequencies)
     if kind == "llama3":
-        return _llama3(fields, Fields(given), frequencies)
+        return _llama3(fields, Fields(given), frequencies, positions)
     return _yarn(fields, Fields(given), frequencies, theta, positions)
+
+
+def _one_section(fields, given) -> dict[str, Any]:
+    """Return the fields of the one rotary embedding that all layers of a model have.
+
+    transformers may write an object for each type of layers. They must agree.
+    """
+    if not isinstance(given, dict):
+        fields.require(False, f"rope_parameters: expected an object, got {quoted(given)}")
+        return {}
+    sections = {name: one for name, one in given.items() if isinstance(one, dict)}
+    if not sections:
+        return given
+    first = next(iter(sections.values()))
+    fields.require(
+        all(one == first for one in sections.values()),
+        f"rope_parameters: expected one rotary embedding, because all layers of this architecture "
+        f"have the same; got different ones for {', '.join(map(quoted, sections))}",
+    )
+    return first
 
 
 def _linear(fields, given, frequencies):
@@ -198,7 +372,7 @@ def _linear(fields, given, frequencies):
     return Rope(tuple((frequencies / np.float32(max(factor, 1.0))).tolist()))
 
 
-def _llama3(fields, given, frequencies):
+def _llama3(fields, given, frequencies, positions):
     """Return frequencies whose low ones are divided by ``factor``.
 
     Frequencies that turn less than ``low_freq_factor`` times within the original context are
@@ -206,7 +380,7 @@ def _llama3(fields, given, frequencies):
     blended.
     """
     factor = given.number("factor")
-    original = given.size("original_max_position_embeddings")
+    original = given.size(_ORIGINAL, default=positions)
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
     given.relate(factor >= 1, f"rope factor: expected at least 1, got {factor}")
     given.relate(
@@ -227,17 +401,15 @@ def _yarn(fields, given, frequencies, theta, positions):
 
     High frequencies are kept, low ones are divided by ``factor``, and those between are blended.
     """
-    original = given.size("original_max_position_embeddings", default=positions)
-    stretch = positions / original if given.present("original_max_position_embeddings") else None
+    original = given.size(_ORIGINAL, default=positions)
+    stretch = positions / original if given.present(_ORIGINAL) else None
     factor = given.number("factor", stretch)
     turns = (given.number("beta_fast", 32.0), given.number("beta_slow", 1.0))
     mscale = given.number("mscale", 0.0)
     mscale_all = given.number("mscale_all_dim", 0.0)
     truncate = given.flag("truncate", True)
     given.require(factor >= 1, f"rope factor: expected at least 1, got {factor}")
-    given.require(
-        min(turns) > 0, f"beta_fast and beta_slow: expected positive numbers, got {turns}"
-    )
+    given.require(theta > 1, f"rope_theta: expected more than 1 with YaRN, got {theta}")
     default = _mscale(factor, 1.0)
     if mscale and mscale_all:
         default = _mscale(factor, mscale) / _mscale(factor, mscale_all)

@@ -407,8 +407,8 @@ def _check_room(end, cache, positions):
         )
     if end > positions:
         raise ValueError(
-            f"input_ids: a row would have {end} tokens, but the model has {positions} positions "
-            "(max_position_embeddings); pass fewer tokens"
+            f"input_ids: a row would have {end} tokens, but the model has {positions} positions by "
+            "its config.json; pass fewer tokens"
         )
 
 
@@ -469,7 +469,8 @@ def build_around(
       config: has vocab_size, hidden, num_layers and eps.
       make: builds the parts.
       build_layer: takes the index of a layer and returns the layer.
-      tied: whether the head shares the weights of the embedding.
+      tied: whether the configuration says that the head shares the weights of the embedding. The
+        stored head decides; see `build_head`.
       centered: whether the last norm in the file stores ``weight - 1``.
       decoder: makes the model from its parts: `Decoder` or a class derived from it.
     """
@@ -485,11 +486,41 @@ def build_around(
     embedding = vocabulary.variable("embedding", (rows, h))
     layers = [build_layer(layer) for layer in range(config.num_layers)]
     norm = make.norm("norm", h, config.eps, centered=centered)
-    head = None
-    if tied:
-        make.ignore("head", "the head shares the embedding")
-    else:
-        head = vocabulary.linear("head", rows, h)
+    head = build_head(vocabulary, rows, h, tied)
     return decoder(
         config, embedding, layers, norm, head, dtype=settings.dtype, expert_mesh=expert_mesh
     )
+
+
+def build_head(make: Builder, rows: int, hidden: int, tied: bool) -> Any:
+    """Make the output head, or return None if the embedding's weights make the logits.
+
+    What the file holds decides. A stored head is used, unless the configuration ties it and the
+    file stores the embedding a second time. Without a stored head, the embedding is used. If the
+    configuration says otherwise, a warning names both. A second copy that the configuration does
+    not tie stays a head of its own, because training may change it apart from the embedding.
+
+    Args:
+      make: builds the parts.
+      rows: the number of token ids of one shard.
+      hidden: the size of the residual stream.
+      tied: whether the configuration says that the head shares the weights of the embedding.
+
+    Source: transformers 5 (`tie_weights`), and pull request 51665 of vLLM.
+    """
+    if not make.holds("head"):
+        if not tied:
+            make.warn(
+                "the file has no output head lm_head, and tie_word_embeddings is not "
+                "true in the configuration; the weights of the embedding make the logits"
+            )
+        return None
+    if tied and make.same("head", "embedding"):
+        make.ignore("head", "the head equals the embedding, with which it shares its weights")
+        return None
+    if tied:
+        make.warn(
+            "tie_word_embeddings is true in the configuration, but the file stores "
+            f"{make.stored('head')}, which differs from the embedding; the stored head is used"
+        )
+    return make.linear("head", rows, hidden)

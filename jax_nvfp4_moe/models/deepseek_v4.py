@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.config import Fields, find_rope_fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
@@ -163,7 +163,7 @@ def _read_ropes(fields, config, head_dim) -> tuple[Rope, Rope]:
     Files of transformers have an object for each of them. Published files have one object, which
     applies to layers with compressed keys. YaRN does not scale their cosines and sines.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = find_rope_fields(config)
     if not isinstance(given, dict):
         fields.require(False, f"rope_parameters: expected an object, got {quoted(given)}")
         given = {}

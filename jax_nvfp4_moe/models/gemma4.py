@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.config import Fields, find_rope_fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_layer_fields
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys
@@ -61,6 +61,11 @@ def read_config(config: Mapping[str, Any]) -> Gemma4Config:
     """
     fields = Fields(config)
     _require_supported(fields, config)
+    # Layers take `hidden_activation`. Other models call it `hidden_act`.
+    fields.only("hidden_act", (None, _ACTIVATION), None)
+    config, problems = {**config, "hidden_act": None}, fields.problems
+    fields = Fields(config)
+    fields.problems += problems
     cap = None
     if fields.present("final_logit_softcapping"):
         cap = fields.number("final_logit_softcapping")
@@ -148,9 +153,18 @@ def _read_own_sizes(fields, config, layer, kind, shared):
 
 
 def _read_rope_fields(fields, config, kind):
-    """Return the fields of the rotary embedding of layers of this kind."""
-    given = config.get("rope_parameters") or _ROPES
+    """Return the fields of the rotary embedding of layers of this kind.
+
+    Files have an object for each kind. One flat object applies to layers that see all keys. Those
+    with a window have the same one, except for its base. vLLM reads such files so, and transformers
+    cannot run them.
+    """
+    given = find_rope_fields(config) or _ROPES
     own = given.get(kind) if isinstance(given, dict) else None
+    if isinstance(given, dict) and not any(isinstance(one, dict) for one in given.values()):
+        base = fields.number("rope_local_base_freq", _ROPES[_SLIDING]["rope_theta"])
+        flat = {"rope_theta": config.get("rope_theta"), **given}
+        own = {**flat, "rope_theta": base} if kind == _SLIDING else flat
     fields.require(
         isinstance(own, dict), f"rope_parameters: expected an object {kind}, got {quoted(given)}"
     )

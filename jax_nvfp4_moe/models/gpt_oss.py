@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.config import Fields, find_rope_fields, read_positions, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import require_experts
@@ -32,6 +32,7 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_ALPHA = 1.702  # the factor inside of the activation's sigmoid, in the code as well
 _LIMIT = 7.0  # the clamp of gate and up; transformers has it in the code, not in the config
 
 
@@ -81,15 +82,16 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
     top_k = fields.size("num_experts_per_tok", "experts_per_token")
     fields.only("hidden_act", ("silu",), "silu")
     fields.only("swiglu_limit", (_LIMIT,), _LIMIT)
+    fields.only("swiglu_alpha", (_ALPHA,), _ALPHA)
     fields.relate(
         top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
     )
-    attention = _read_attention(fields, config, hidden, positions)
+    attention = _read_attention(fields, _with_rope(config), hidden, positions)
     read = GptOssConfig(
         vocab_size=fields.size("vocab_size"),
         hidden=hidden,
         num_layers=layers,
-        max_positions=positions,
+        max_positions=read_positions(fields, _with_rope(config), positions),
         eps=attention.eps,
         attention=tuple(
             dataclasses.replace(attention, window=window)
@@ -104,6 +106,11 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
     return read
 
 
+def _with_rope(config):
+    """Return the config with a rotary embedding, the default one if it has none."""
+    return config if find_rope_fields(config) else {**config, "rope_parameters": _YARN}
+
+
 def _read_attention(fields, config, hidden, positions):
     """Return the sizes of an attention without a window."""
     heads = fields.size("num_attention_heads")
@@ -114,9 +121,7 @@ def _read_attention(fields, config, hidden, positions):
         f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
     )
     fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
-    named = config.get("rope_parameters") or config.get("rope_scaling")
-    roped = config if named else {**config, "rope_parameters": _YARN}
-    rope = read_rope(fields, roped, head_dim, positions, theta=_THETA)
+    rope = read_rope(fields, config, head_dim, positions, theta=_THETA)
     whole = 2 * len(rope.frequencies) == head_dim
     fields.relate(whole, "partial_rotary_factor: expected 1, because gpt-oss rotates whole heads")
     bias, eps = fields.flag("attention_bias", True), fields.number("rms_norm_eps", 1e-5)

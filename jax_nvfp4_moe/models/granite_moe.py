@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.config import Fields, is_finite
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
@@ -146,7 +146,7 @@ def _read(fields, config, shared, mamba=None, recurrent=frozenset(), rotates=Tru
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),
         num_layers=fields.size("num_hidden_layers"),
-        max_positions=fields.size("max_position_embeddings"),
+        max_positions=fields.positions() if rotates else fields.size("max_position_embeddings"),
         eps=fields.number("rms_norm_eps", _EPS),
         attention=attention if rotates else dataclasses.replace(attention, rope=None),
         mamba=mamba,
@@ -209,7 +209,8 @@ def _read_float(value: Any) -> float:
     """Return a number, NaN for anything else. transformers 5 writes infinity as an object."""
     if value == {"__float__": "Infinity"}:
         return math.inf
-    return float(value) if type(value) in (int, float) else math.nan
+    known = type(value) is float or (type(value) is int and is_finite(value))
+    return float(value) if known else math.nan
 
 
 class Layer(DecoderLayer):

@@ -115,7 +115,7 @@ def read_config(config: Mapping[str, Any]) -> Llama4Config:
         vocab_size=fields.size("vocab_size"),
         hidden=hidden,
         num_layers=layers,
-        max_positions=positions,
+        max_positions=fields.positions(positions),
         eps=fields.number("rms_norm_eps", 1e-5),
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -47,8 +47,10 @@ from jax_nvfp4_moe.models import (
     qwen3_vl_moe,
     step3p7,
 )
+from jax_nvfp4_moe.models.config_keys import refuse_unread_keys, warn_of_generation_keys
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
 from jax_nvfp4_moe.models.refused import why_refused_family
+from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
 from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover
 from jax_nvfp4_moe.nn.filling import fill, place
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
@@ -188,6 +190,7 @@ def load_model(
     settings = _settings(scheme, dtype, backend, mesh, dispatch)
     with open_checkpoint(path) as checkpoint:
         plan = plan_model(checkpoint, settings)
+        warn_of_generation_keys(checkpoint.folder)
         with plan.open_reader() as reader:
             model = plan.materialize(reader)
     _say_where_scheme_is_idle(model, settings.scheme)
@@ -323,7 +326,9 @@ def plan_model(
       CheckpointError: lists everything that is missing, misshapen or unexpected. Nothing is read.
     """
     row, config = _read_config(checkpoint)
-    return _plan(checkpoint, row, lambda make: row.build_model(config, make), "", settings, options)
+    plan = _plan(checkpoint, row, lambda make: row.build_model(config, make), "", settings, options)
+    warn_of_other_frequencies(checkpoint, config)
+    return plan
 
 
 def plan_moe(checkpoint: Checkpoint, layer: int, settings: Settings) -> LoadPlan:
@@ -457,7 +462,9 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Architecture, Any]:
     try:
         config = merge_text_config(checkpoint.config)
         row = find_architecture(config)
-        return row, row.read_config(config)
+        sizes = row.read_config(config)
+        refuse_unread_keys(config, sizes, row.read_config)
+        return row, sizes
     except CheckpointError as error:
         raise CheckpointError(error.problems, str(checkpoint.folder)) from None
 

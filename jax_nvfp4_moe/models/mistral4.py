@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.models import deepseek_v3
-from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.config import Fields, find_rope_fields, is_finite, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
@@ -44,6 +44,8 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
+    if not find_rope_fields(config):
+        config = {**config, "rope_parameters": _YARN}
     fields = Fields(config)
     # Mistral3ForConditionalGeneration is also the class of models that have no experts.
     fields.only("model_type", ("mistral4",), "mistral4")
@@ -62,7 +64,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 def _read_attention(fields, config) -> MLAConfig:
     plain, width = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
     positions = fields.size("max_position_embeddings")
-    given = config.get("rope_parameters") or config.get("rope_scaling") or _YARN
+    given = find_rope_fields(config)
     given = given if isinstance(given, dict) else {}
     # partial_rotary_factor must be the share of the rotated channels, which the widths say too.
     share = given.get("partial_rotary_factor", width / (plain + width))
@@ -73,7 +75,7 @@ def _read_attention(fields, config) -> MLAConfig:
         positions,
     )
     fields.relate(
-        isinstance(share, float) and int((plain + width) * share) == width,
+        isinstance(share, float) and is_finite(share) and int((plain + width) * share) == width,
         f"partial_rotary_factor: expected {width / (plain + width)}, the share of "
         f"qk_rope_head_dim {width} in a head of {plain + width} channels; got {share}",
     )

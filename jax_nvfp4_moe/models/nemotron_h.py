@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.config import Fields, is_finite
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
 from jax_nvfp4_moe.models.sparse import read_grouped_router
@@ -238,7 +238,8 @@ def _read_float(value) -> float:
     """
     if value == {"__float__": "Infinity"}:
         return math.inf
-    return float(value) if type(value) in (int, float) else math.nan
+    known = type(value) is float or (type(value) is int and is_finite(value))
+    return float(value) if known else math.nan
 
 
 def _read_activation(fields, name, default) -> str:
@@ -413,8 +414,7 @@ def build_model(config: NemotronHConfig, make: Builder) -> Decoder:
         mixer = _build_mixer(config, layer, make)
         return Layer(config.pattern[layer], norm, mixer, dtype, residual)
 
-    # The class of transformers ignores the flag and stores a head. A stored head is used.
-    return build_around(config, make, build_layer, tied=config.tied and not make.has("head"))
+    return build_around(config, make, build_layer, tied=config.tied)
 
 
 _MIXER = "model.layers.*.mixer"

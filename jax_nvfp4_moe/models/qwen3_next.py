@@ -119,7 +119,7 @@ def read_sizes(
         vocab_size=fields.size("vocab_size"),
         hidden=hidden,
         num_layers=layers,
-        max_positions=positions,
+        max_positions=fields.positions(positions),
         eps=eps,
         attention_layers=_read_attention_layers(fields, config, layers),
         attention=_read_attention(fields, config, hidden, positions, eps),

@@ -90,7 +90,7 @@ def read_sparse(
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),
         num_layers=fields.size("num_hidden_layers"),
-        max_positions=fields.size("max_position_embeddings"),
+        max_positions=fields.positions(),
         eps=fields.number("rms_norm_eps", eps),
         attention=attention,
         dense_layers=dense_layers,

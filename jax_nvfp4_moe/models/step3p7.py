@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.config import Fields, is_finite
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
 from jax_nvfp4_moe.models.grouped_query_config import (
     read_grouped_query,
@@ -123,7 +123,8 @@ def _read_limits(fields, config, name, count):
     given = config.get(name) or [0.0] * count
     sound = isinstance(given, list) and len(given) == count
     sound = sound and all(
-        limit is None or (type(limit) in (int, float) and 0 <= limit < math.inf) for limit in given
+        limit is None or (type(limit) in (int, float) and is_finite(limit) and limit >= 0)
+        for limit in given
     )
     fields.require(
         sound, f"{name}: expected {count} numbers of 0 or more, or null; got {quoted(given)}"
@@ -210,6 +211,11 @@ def _read_rope_fields(fields, config, types, kind):
     given = config.get("rope_parameters")
     if isinstance(given, dict) and all(isinstance(given.get(one), dict) for one in set(types)):
         return given[kind]
+    fields.require(
+        not given,
+        f"rope_parameters: expected an object for each of {', '.join(sorted(set(types)))}, or "
+        f"the lists rope_theta and partial_rotary_factors; got {quoted(given)}",
+    )
     found = {"rope_type": "default"}
     layer = types.index(kind)
     names = {"rope_theta": "rope_theta", "partial_rotary_factors": "partial_rotary_factor"}

@@ -132,6 +132,25 @@ class Builder:
         """Return whether the file has tensors for the part at `path`."""
         return self._table.has_under(self.key(path))
 
+    def holds(self, path: str) -> bool:
+        """Return whether the file has tensors inside the module at `path`."""
+        return self._table.has_under(f"{self.key(path)}.")
+
+    def stored(self, path: str) -> str:
+        """Return the name in the file, for messages, of a tensor of the module at `path`."""
+        return self._table.stored(f"{self.key(path)}.")
+
+    def same(self, path: str, variable: str) -> bool:
+        """Return whether the module at `path` is one weight, stored equal to that of a variable.
+
+        Both must have one dtype, one shape and the same bytes, which are read and compared.
+        """
+        return self._table.same(self.key(path), self.key(variable))
+
+    def warn(self, fact: str) -> None:
+        """Note a difference between the file and its configuration, for a warning in the log."""
+        self._table.warn(fact)
+
     def checkpoint_scheme(self, path: str) -> CheckpointScheme:
         """Return the scheme that the file declares for the part; None if it is unquantized."""
         return self._table.checkpoint_scheme(self.key(path))

@@ -54,6 +54,17 @@ def test_the_bound_of_logits_catches_scales_that_are_left_out(tmp_path):
     assert logit_error(found, tensors["logits"]) > 1e-3
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
+def test_channel_scales_that_no_tool_writes_are_refused(tmp_path, value):
+    """Tools divide the weights by them."""
+
+    def edit(tensors):
+        tensors["model.layers.1.self_attn.o_proj.pre_quant_scale"][1] = value
+
+    with pytest.raises(CheckpointError, match=r"1 of \d+ channel scales are not positive and fin"):
+        load_model(edited(tmp_path, AWQ, edit))
+
+
 @pytest.mark.eight_devices
 def test_scales_are_divided_with_the_columns_that_they_multiply():
     mesh = make_mesh((1, 3))

@@ -25,6 +25,7 @@ from checkpoint_edits import (
     remove_experts,
 )
 
+import jax_nvfp4_moe
 from jax_nvfp4_moe.checkpoint import CheckpointError, DenseExperts, LoadOptions, open_checkpoint
 from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
@@ -123,6 +124,52 @@ def test_bad_input_scales_take_the_largest_of_the_layer(tmp_path, caplog):
     np.testing.assert_array_equal(params.down_input_scale, expected)
     assert "4 of 32 input scales are missing, zero or not finite" in caplog.text
     assert "2 of 16 input scales" in caplog.text
+
+
+# The smallest float32, the largest denormal one, and one whose reciprocal is denormal.
+DENORMAL = [1e-45, 1.1754942e-38, 3e38]
+
+
+@pytest.mark.parametrize("value", DENORMAL)
+@pytest.mark.parametrize("name", [W4A4, CT])
+def test_input_scales_that_kernels_take_for_zero_are_replaced(tmp_path, caplog, name, value):
+    """Kernels flush denormal numbers to 0, so that such an expert would return zeros."""
+    names, divides = ("input_global_scale", True) if name == CT else ("input_scale", False)
+
+    def edit(tensors):
+        for e in range(16):
+            for p in ("gate_proj", "up_proj", "down_proj"):
+                scale = np.float32(value if e in (2, 5) else 0.5)
+                tensors[f"{EXPERTS}.{e}.{p}.{names}"] = np.full(1, scale, np.float32)
+
+    params, _ = load_moe(edited(tmp_path, name, edit))
+    expected = 2.0 if divides else 0.5
+    np.testing.assert_array_equal(params.gate_up_input_scale, np.full(16, expected))
+    np.testing.assert_array_equal(params.down_input_scale, np.full(16, expected))
+    assert "4 of 32 input scales are missing, zero or not finite, or denormal" in caplog.text
+    assert "2 of 16 input scales" in caplog.text
+
+
+@pytest.mark.parametrize("value", [1.1754944e-38, 1e-30, 1e30, 8e37])
+def test_small_and_large_input_scales_are_kept(tmp_path, value):
+    values = {(2, "gate_proj"): value, (2, "up_proj"): value}
+    params, _ = load_moe(edited(tmp_path, W4A4, set_input_scales(values)))
+    assert params.gate_up_input_scale[2] == np.float32(value)
+
+
+def test_a_denormal_input_scale_changes_no_expert(tmp_path):
+    """An expert with such a scale gives what the same expert gives with the layer's largest one."""
+    for name, value in (("denormal", 1e-42), ("largest", 0.5)):
+        scales = {(3, part): value for part in ("gate_proj", "up_proj", "down_proj")}
+        edited(tmp_path, W4A4, set_input_scales(scales)).rename(tmp_path / name)
+    x = np.random.default_rng(0).standard_normal((4, 256), np.float32)
+    ids, weights = np.full((4, 1), 3, np.int32), np.ones((4, 1), np.float32)
+    found, expected = (
+        jax_nvfp4_moe.load_moe(tmp_path / one, 1, scheme="w4a4").experts(x, ids, weights)
+        for one in ("denormal", "largest")
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert np.abs(np.asarray(found, np.float32)).max() > 0
 
 
 def test_different_input_scales_of_gate_and_up(tmp_path, caplog):

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_edits import GIVEN, W4A4, edited, read_all
+from checkpoint_edits import CT, GIVEN, W4A4, edited, read_all
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_key_mapping
+from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 
 LAYER = "layers.0.mlp.gate.weight"
 
@@ -24,6 +25,15 @@ LAYER = "layers.0.mlp.gate.weight"
         ("language_model.", "language_model.lm_head."),
         ("backbone.", "lm_head."),
         ("language_model.backbone.", "language_model.lm_head."),
+        ("model.language_model.language_model.", "lm_head."),
+        ("model.language_model.language_model.", "model.language_model.language_model.lm_head."),
+        ("model.language_model.model.", "model.language_model.lm_head."),
+        ("model.model.", "lm_head."),
+        ("model.model.", "model.lm_head."),
+        ("language_model.model.model.", "language_model.lm_head."),
+        ("base_model.model.model.", "base_model.model.lm_head."),
+        ("module.model.", "module.lm_head."),
+        ("_orig_mod.model.", "_orig_mod.lm_head."),
     ],
 )
 def test_a_prefix_is_found_from_the_names(prefix, head):
@@ -99,7 +109,11 @@ def respelled(tmp_path, prefix, head):
 
 @pytest.mark.parametrize(
     ("prefix", "head"),
-    [("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head.")],
+    [
+        ("model.language_model.", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+        ("model.language_model.language_model.", "lm_head."),
+    ],
 )
 def test_a_multimodal_checkpoint_loads_as_its_language_model(tmp_path, prefix, head):
     folder = respelled(tmp_path, prefix, head)
@@ -126,3 +140,59 @@ def test_problems_name_tensors_as_the_file_does(tmp_path):
         load_model(folder)
     assert "'model.language_model.layers.1.mlp.surplus'" in str(caught.value)
     assert "'model.language_model.norm.weight'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["model.language_model.language_model.", "language_model.model.model.", "model.model.",
+     "base_model.model.model.", "model.language_model.model."],
+)  # fmt: skip
+def test_a_quantization_config_may_have_the_prefix_of_its_file(tmp_path, prefix):
+    """Names and patterns with such a prefix mean the modules that they mean without it."""
+
+    def respell(tensors):
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+
+    escaped = prefix.replace(".", r"\.")
+    for plain, given in (
+        (["lm_head", "re:.*gate$"], ["lm_head", "re:.*gate$"]),
+        (["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+         ["lm_head", f"{prefix}layers.0.mlp.gate", f"{prefix}layers.1.mlp.gate"]),
+        (["lm_head", r"re:model\.layers.*gate$"], ["lm_head", f"re:{escaped}layers.*gate$"]),
+    ):  # fmt: skip
+        with open_checkpoint(edited(tmp_path, CT, lambda tensors: None, ignore=plain)) as one:
+            expected = [one.quant.checkpoint_scheme(module) for module in MODULES]
+        with open_checkpoint(edited(tmp_path, CT, respell, ignore=given)) as other:
+            assert set(MODULES) <= {n.rpartition(".")[0] for n in other.tensors.names()}
+            assert [other.quant.checkpoint_scheme(module) for module in MODULES] == expected
+        assert len(set(expected)) == 2
+
+
+MODULES = (
+    "model.layers.0.mlp.gate",
+    "model.layers.1.mlp.gate",
+    "model.layers.1.mlp.experts.3.up_proj",
+    "lm_head",
+)
+
+
+@pytest.mark.parametrize("prefix", ["thinker.model.", "transformer.", "x.y.", "model.decoder."])
+def test_an_unknown_prefix_is_one_sentence(tmp_path, prefix):
+    """Without it, every tensor of the model would be reported as missing."""
+
+    def respell(tensors):
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+
+    with pytest.raises(CheckpointError) as caught:
+        load_model(edited(tmp_path, W4A4, respell))
+    (problem,) = caught.value.problems
+    assert f"the file has '{prefix}layers.'" in problem
+    assert "expected 'model.layers.'" in problem
+
+
+def test_a_file_without_layers_has_no_prefix_to_name():
+    problems = []
+    find_key_mapping(["x.weight", "visual.blocks.0.norm.weight"], problems)
+    assert problems == []

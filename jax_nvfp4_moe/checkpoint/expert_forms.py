@@ -1,0 +1,242 @@
+"""Bring experts that a file stores under other public names, or in other forms, to known ones.
+
+Only headers change: a tensor gets another name or shape, or its parts become tensors of their own.
+`FORMS` says which names mean what. Experts under names that are not known are one sentence for all
+layers, in place of one for each tensor that is missing.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming
+from jax_nvfp4_moe.checkpoint.plan import FLOATS, Planner
+from jax_nvfp4_moe.checkpoint.safetensors import TensorInfo
+
+_SPLIT, _RAW = Naming("gate_proj", "up_proj", "down_proj"), Naming("w1", "w3", "w2")
+# A name of one tensor for gate and up of an expert, which stands in front of the names of `Naming`.
+_BOTH = "gate_up_proj"
+_STEMS = ("w13", _BOTH, *dataclasses.astuple(_SPLIT), *dataclasses.astuple(_RAW))
+_STACKED = re.compile(rf"({'|'.join(_STEMS)})(?:([._])(.+))?")
+_EACH = re.compile(rf"(\d+)\.{_BOTH}\.(.+)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_LISTED = 6  # the most names in a message
+# The sentence's list of what is read. `E` stands for the number of an expert.
+KNOWN = (
+    *(f"E.{one.gate}, E.{one.up}, E.{one.down}" for one in PER_EXPERT),
+    f"E.{_BOTH}, E.{_SPLIT.down}",
+    f"{_BOTH}, {_SPLIT.down}",
+    "w13_weight, w2_weight",
+    "w1, w3, w2",
+)
+Change = tuple[str, TensorInfo]
+
+
+def settle_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> None:
+    """Rename and divide the tensors of the experts `prefix`, if they have one of these forms.
+
+    * ``w13_weight`` and ``w2_weight``, the names of vLLM: the rows of gate, then those of up.
+    * ``gate_up_proj_packed`` with ``_scale``, ``_global_scale`` and ``_input_global_scale``.
+    * One stack for each projection: ``w1``, ``w3`` and ``w2``, or ``gate_proj`` and so on.
+    * Stacks of two axes, ``[experts * rows, columns]``.
+    * ``E.gate_up_proj`` for gate and up of one expert: the rows of gate, then those of up.
+
+    Names that are known already stay as they are. So do forms whose meaning is not certain, as the
+    order of gate and up where an architecture alternates their rows.
+    """
+    before = len(f"{prefix}.")
+    names = {name[before:]: name for name in planner.tensors.under(f"{prefix}.")}
+    changes: dict[str, Sequence[Change]] = {}
+    for rest, name in names.items():
+        made = list(_change(planner, sizes, names, rest))
+        if made:
+            info = planner.tensors.info(name)
+            head = info.name.removesuffix(rest) if info.name.endswith(rest) else f"{prefix}."
+            changes[name] = [
+                (f"{prefix}.{new}", dataclasses.replace(part, name=head + new))
+                for new, part in made
+            ]
+    planner.tensors.reform(changes)
+
+
+def _change(planner, sizes, names, rest) -> Iterator[Change]:
+    """Yield the tensors that one tensor becomes, with names below the experts' module."""
+    info = planner.tensors.info(names[rest])
+    each, stacked = _EACH.fullmatch(rest), _STACKED.fullmatch(rest)
+    if each is not None and sizes.gated and not sizes.interleaved:
+        expert, leaf = each.groups()
+        halves = zip((_SPLIT.gate, _SPLIT.up), _divide(info, 2, rows=True), strict=True)
+        yield from ((f"{expert}.{stem}.{leaf}", part) for stem, part in halves)
+    elif stacked is not None:
+        stem, join, leaf = stacked.groups()
+        yield from _change_stack(planner, sizes, names, info, (stem, join or "", leaf or ""))
+
+
+def _change_stack(planner, sizes, names, info, parts) -> Iterator[Change]:
+    """Yield what one stack of all experts becomes, or nothing if it is known as it is."""
+    stem, join, leaf = parts
+    if sizes.interleaved and stem in ("w13", "w2"):
+        return  # whether the rows of gate and up alternate in the file cannot be known
+    found = info
+    if len(info.shape) == 2 and info.shape[0] > sizes.num_experts:
+        found = _with_axis(info, sizes.num_experts)
+    apart = next((one for one in (_RAW, _SPLIT) if _stacks_apart(names, one, sizes)), None)
+    if stem == "w13" or (stem == "w2" and any(rest.startswith("w13") for rest in names)):
+        rows = {"w2": [_SPLIT.down]}.get(stem, _rows(sizes))
+    elif apart is not None and stem in dataclasses.astuple(apart):
+        rows = [stem]
+    else:
+        leaves = _packed_leaves(planner, names, stem)
+        new = f"{stem}.{leaves[leaf]}" if leaf in leaves else stem + join + leaf
+        if (new, found) != (stem + join + leaf, info):
+            yield new, found
+        return
+    leaf = _packed_leaves(planner, names, stem).get(leaf, leaf)
+    leaf = leaf or ("weight" if info.dtype in FLOATS else planner.names.packed)
+    for expert, whole in enumerate(_divide(found, sizes.num_experts)):
+        for name, part in zip(rows, _divide(whole, len(rows), rows=True), strict=True):
+            yield f"{expert}.{name}.{leaf}", part
+
+
+def _rows(sizes: ExpertSizes) -> list[str]:
+    """Return the projections of an expert's first product, in the order of vLLM's rows."""
+    return ["gate_proj", "up_proj"] if sizes.gated else ["up_proj"]
+
+
+def _packed_leaves(planner, names, stem) -> Mapping[str, str]:
+    """Return the names that a tool gives to the tensors of one stack -> those of its linears.
+
+    compressed-tensors puts an ending after the name of a parameter. It is "weight" in a linear, and
+    the name of the projection in a stack. In another format, it is not certain whether a scale of
+    such a name divides.
+    """
+    if f"{stem}_packed" not in names or not planner.names.divides:
+        return {}
+    found = {
+        "packed": planner.names.packed,
+        "scale": planner.names.block_scale,
+        "global_scale": planner.names.weight_global,
+        "input_global_scale": planner.names.input_global,
+    }
+    return {old: new for old, new in found.items() if f"{stem}_{old}" in names}
+
+
+def _stacks_apart(names, naming: Naming, sizes) -> bool:
+    """Return whether the file stacks gate and up of all experts apart, under these names."""
+    wanted = [naming.up, naming.down, *([naming.gate] if sizes.gated else [])]
+    if not sizes.gated and naming is _SPLIT:
+        return False  # up_proj and down_proj are read as they are
+    return all(any(_STACKED_AS[one].fullmatch(rest) for rest in names) for one in wanted)
+
+
+_STACKED_AS = {stem: re.compile(rf"{stem}(?:[._].+)?") for stem in _STEMS}
+
+
+def _with_axis(info: TensorInfo, experts: int) -> TensorInfo:
+    """Return a tensor ``[e * rows, columns]`` as ``[e, rows, columns]``, if its rows divide."""
+    rows, columns = info.shape
+    if rows % experts:
+        return info
+    return dataclasses.replace(info, shape=(experts, rows // experts, columns))
+
+
+def _divide(info: TensorInfo, count: int, *, rows: bool = False) -> list[TensorInfo]:
+    """Return the parts of a tensor along its first axis.
+
+    A tensor with one element belongs to every part, and so does one that cannot be divided, whose
+    shape is a problem later.
+
+    Args:
+      info: the tensor.
+      count: the number of parts.
+      rows: whether a part of a matrix keeps the axis, as a part of its rows.
+    """
+    if math.prod(info.shape) == 1 or not info.shape or info.shape[0] % count:
+        return [info] * count
+    first, rest = info.shape[0] // count, info.shape[1:]
+    keeps = (rows and (first > 1 or bool(rest))) or first > 1
+    nbytes = info.nbytes // count
+    return [
+        dataclasses.replace(
+            info,
+            shape=(first, *rest) if keeps else rest,
+            start=info.start + part * nbytes,
+            nbytes=nbytes,
+        )
+        for part in range(count)
+    ]
+
+
+def has_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> bool:
+    """Return whether the file has a known stack, or known projections of at least one expert."""
+    tensors = planner.tensors
+
+    def used(stem):
+        return next(tensors.under(stem), None) is not None
+
+    def stacked(stem):
+        packed = planner.names.packed
+        ends = ("", f".{packed}", f"_{packed}", ".weight", "_blocks")
+        return any(f"{prefix}.{stem}{end}" in tensors for end in ends)
+
+    if stacked(_BOTH if sizes.gated else _SPLIT.up) or stacked(_SPLIT.down):
+        return True  # of a stack that is missing, one line for each of its tensors says more
+    return any(
+        all(
+            any(used(f"{prefix}.{expert}.{name}.") for expert in range(sizes.num_experts))
+            for name in ([one.gate, one.up, one.down] if sizes.gated else [one.up, one.down])
+        )
+        for one in PER_EXPERT
+    )
+
+
+def unknown_experts(planner: Planner, prefixes: Sequence[str]) -> list[str]:
+    """Return one sentence about layers whose experts have no known names, or nothing.
+
+    Args:
+      planner: knows which tensors were taken. It receives those that the sentence names as taken,
+        so that they are not named again.
+      prefixes: the modules of the experts of these layers.
+    """
+    if not prefixes:
+        return []
+    first, count = prefixes[0], len(prefixes) - 1
+    others = f" and the experts of {count} more layers" if count else ""
+    inside = [name for prefix in prefixes for name in _left_over(planner, f"{prefix}.")]
+    beside = [name for prefix in prefixes for name in _left_over(planner, _block(prefix))]
+    names = inside or beside
+    planner.taken.update(names)
+    patterns = list(dict.fromkeys(_pattern(name, prefixes) for name in names))
+    listed = ", ".join(map(quoted, patterns[:_LISTED]))
+    listed += f" and {len(patterns) - _LISTED} more" if len(patterns) > _LISTED else ""
+    if inside:
+        return [
+            f"{quoted(first)}{others}: the names {listed} are not known; expected one of these: "
+            f"{'; '.join(KNOWN)}"
+        ]
+    return [
+        f"{quoted(first)}{others}: the file has no experts there; expected tensors such as "
+        f"{first}.0.down_proj.weight or {first}.down_proj"
+        + (f"; in their place it has {listed}" if listed else "")
+    ]
+
+
+def _block(prefix) -> str:
+    """Return the scope of the module around the experts `prefix`, or a scope without tensors."""
+    block = f"{prefix.rpartition('.')[0]}."
+    return block if _NUMBER.search(block) else f"{prefix}."
+
+
+def _pattern(name, prefixes) -> str:
+    """Return a name without the module of its experts, or with a star for the layer."""
+    inside = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), None)
+    if inside is None:
+        return _NUMBER.sub("*", name)
+    return _NUMBER.sub("E", name.removeprefix(inside)).removeprefix(".")
+
+
+def _left_over(planner, scope) -> list[str]:
+    """Return the names below `scope` that no plan has taken."""
+    return [name for name in planner.tensors.under(scope) if name not in planner.taken]
