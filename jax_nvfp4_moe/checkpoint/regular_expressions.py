@@ -285,8 +285,9 @@ class _Program:
     def _emit_repeat(self, node, least, most, after, depth):
         start = after
         if most is None:
-            start = self._add(_Branch([after]), depth)
-            self.states[start].nexts.append(self.emit(node, start, depth))
+            nexts = [after]
+            start = self._add(_Branch(nexts), depth)
+            nexts.append(self.emit(node, start, depth))
         else:
             for _ in range(most - least):
                 start = self._add(_Branch([after, self.emit(node, start, depth)]), depth)
@@ -386,9 +387,7 @@ class _Parser:
         """Parse a group or a look-ahead."""
         opening = _GROUP.match(self._pattern, self._at)
         if opening is None:
-            what = next(
-                name for text, name in _REFUSED if self._pattern.startswith(text, self._at)
-            )
+            what = next(name for text, name in _REFUSED if self._pattern.startswith(text, self._at))
             raise PatternError(f"has {what}, which is not supported")
         self._at = opening.end()
         inner = self._choice()

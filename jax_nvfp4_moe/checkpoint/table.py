@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.cache_scales import CacheScalePlanner
 from jax_nvfp4_moe.checkpoint.dense_experts import (
     DenseExpertPlan,
     FP8ExpertPlan,
@@ -121,6 +122,7 @@ class WeightTable:
         self._checkpoint, self._options = checkpoint, options or LoadOptions()
         self._planner = Planner(checkpoint.tensors, checkpoint.quant, self._options.input_scales)
         self._headers = Headers(self._planner.names.divides)
+        self._cache_scales = CacheScalePlanner(self._planner)
         self.requests = Requests()
 
     def has(self, name: str) -> bool:
@@ -288,7 +290,7 @@ class WeightTable:
     def cache_scales(self, prefix: str, **heads: int) -> Source | None:
         """Find the scales with which an attention module stores keys and values in FP8.
 
-        A scale that the file lacks, or that is not a positive finite number, is 1.
+        A scale that the file lacks, or that is not a positive finite number of normal size, is 1.
 
         Args:
           prefix: the attention module, such as "model.layers.0.self_attn".
@@ -307,9 +309,7 @@ class WeightTable:
                 "model's dtype"
             )
             return None
-        buffers = {
-            name: self._planner.cache_scale(prefix, name, count) for name, count in heads.items()
-        }
+        buffers = self._cache_scales.plan(prefix, heads)
 
         def read(reader):
             scales = {name: reader.cache_scale(prefix, name, b) for name, b in buffers.items()}
@@ -337,6 +337,11 @@ class WeightTable:
             *planner.problems,
             *find_unexpected_keys(planner, checkpoint.key_mapping, scopes, num_layers),
         ]
+        cache = checkpoint.quant.kv_cache
+        self._cache_scales.report(cache and cache.source, scopes, num_layers)
+        for modules, sentence in planner.warnings.values():
+            others = f", and so for {len(modules) - 1} other modules" if len(modules) > 1 else ""
+            log.warning("%s: %s%s", checkpoint.folder, sentence, others)
         if problems:
             raise CheckpointError(problems, str(checkpoint.folder))
         for fact, count in planner.notes.items():

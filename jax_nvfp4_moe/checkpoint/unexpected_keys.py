@@ -6,6 +6,7 @@ Such a tensor is either a known extra, which is left out, or a problem.
 import re
 from collections.abc import Iterator, Sequence
 
+from jax_nvfp4_moe.checkpoint.cache_scales import find_part
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
 from jax_nvfp4_moe.checkpoint.plan import Planner
@@ -25,7 +26,6 @@ _KNOWN_EXTRAS = tuple(
             "vision or audio",
         ),
         (r"(^|\.)rotary_emb\.inv_freq$", "rotary frequencies, which are computed"),
-        (r"[._](k|v|q|kv|attn|prob)_scale$|\.(k|v|kv)_proj\.output_scale$", "KV-cache scales"),
     )
 )
 
@@ -65,6 +65,8 @@ def known_extra(name: str, num_layers: int | None) -> str | None:
       name: the canonical name of the tensor.
       num_layers: the number of layers in the config, or None.
     """
+    if find_part(name) is not None:
+        return "KV-cache scales"
     layer = _LAYER.search(name)
     if layer and num_layers is not None and int(layer[1]) >= num_layers:
         return f"layers beyond the {num_layers} that the config declares"
