@@ -32,6 +32,7 @@ _NAME = re.compile(
     r"|(?P<cache>k|v|kv|q)_cache[._]scale"
     r"|(?P<attention>prob)_output_scale)$"
 )
+_INDEXER = "indexer."  # chooses keys, and has a cache of its own
 _SMALL = 1 << 16  # bytes of the largest tensor that is read to compare it with 1
 _F32 = np.dtype(np.float32)
 
@@ -53,6 +54,7 @@ class CacheScalePlanner:
         self._planner = planner
         self._asked: list[str] = []  # attention modules
         self._missing: list[str] = []
+        self._doubled: list[tuple[str, str]] = []  # a scale that is used, and another one
 
     def plan(self, prefix: str, heads: Mapping[str, int]) -> dict[str, Buffer]:
         """Plan the scales of one attention module.
@@ -66,15 +68,20 @@ class CacheScalePlanner:
         Returns:
           "k" or "v" -> a buffer float32 ``[heads]``. It has no slice if the file has no such scale.
         """
-        stored: dict[str, str] = {}  # the first name for each part, the shortest names last
+        stored: dict[str, list[str]] = {part: [] for part in (*heads, _BOTH)}
         names = self._planner.tensors.under(f"{prefix}.")
         for name in sorted(names, key=lambda name: (-len(name), name)):
-            part = find_part(name.removeprefix(f"{prefix}."))
-            if part is not None:
-                stored.setdefault(part, name)
+            rest = name.removeprefix(f"{prefix}.")
+            part = None if rest.startswith(_INDEXER) else find_part(rest)
+            if part in stored:
+                stored[part].append(name)
         self._asked.append(prefix)
-        found = {part: stored.get(part) or stored.get(_BOTH) for part in heads}
+        found = {part: next(iter(stored[part] + stored[_BOTH]), None) for part in heads}
         known = sorted({name for name in found.values() if name is not None})
+        for part, used in found.items():
+            self._doubled += [
+                (used, other) for other in stored[part] + stored[_BOTH] if used not in (None, other)
+            ]
         if not known:
             self._missing.append(prefix)
         elif None in found.values():
@@ -120,6 +127,15 @@ class CacheScalePlanner:
                 len(self._asked),
                 quoted(self._missing[0]),
             )
+        for used, other in self._doubled:
+            self._planner.taken.add(other)
+            if not np.array_equal(*(self._read(name) for name in (used, other))):
+                log.warning(
+                    "the file stores two scales of the KV cache that differ: %s is used, and %s "
+                    "is not",
+                    quoted(used),
+                    quoted(other),
+                )
         unused = {part: [] for part in ("k", "v", _BOTH, "q", "prob", "attn")}
         for name, part in self._unused(list(scopes) or [""], num_layers):
             unused[part].append(name)
@@ -155,7 +171,11 @@ class CacheScalePlanner:
             log.warning("%s (%s and %d others)", sentence, quoted(different[0]), len(different) - 1)
 
     def _is_one(self, name) -> bool:
+        return bool((self._read(name) == 1).all())
+
+    def _read(self, name) -> np.ndarray:
+        """Return a small tensor of floats as float32; NaN, which equals nothing, for any other."""
         info = self._planner.tensors.info(name)
         if info.dtype not in FLOATS or info.nbytes > _SMALL:
-            return False
-        return bool((self._planner.tensors.read(name).astype(np.float32) == 1).all())
+            return np.full(1, np.nan, _F32)
+        return self._planner.tensors.read(name).astype(_F32).reshape(-1)

@@ -279,26 +279,23 @@ def _plan_stacked(planner, prefix, sizes, plan):
 
 
 def _plan_mxfp4(planner, prefix, sizes, naming):
-    """Plan experts in MXFP4, which the config must declare."""
-    before = len(planner.problems)
+    """Plan experts in MXFP4, which become NVFP4 without rounded activations."""
     scheme = _checkpoint_scheme(planner, prefix, sizes, naming, ())
     format = planner.quant.format
-    mx = format is not None and format.mx_experts
-    if mx and isinstance(scheme, BlockFP8):  # DeepSeek-V4 declares FP8 for all, experts included
-        source = f"stored in MXFP4, though declared ({planner.decisions[f'{prefix}.*'].source})"
-        planner.decisions[f"{prefix}.*"] = Decision(Scheme.W4A16, source)
-        scheme = Scheme.W4A16
-    mx = mx and scheme is Scheme.W4A16
-    if not mx and len(planner.problems) == before:
-        source = planner.decisions[f"{prefix}.*"].source
-        planner.problems.append(
-            f"{quoted(prefix)}: experts are stored in MXFP4 but declared {scheme or 'dense'} "
-            f"({source}); expected quant_method mxfp4"
-        )
-    matrices = plan_mxfp4_experts(planner, prefix, sizes, naming)
-    if not mx:
-        planner.taken.update(planner.tensors.under(f"{prefix}."))
-    return ExpertPlan(Scheme.W4A16, *matrices)
+    key = f"{prefix}.*"
+    if key in planner.decisions and scheme is not Scheme.W4A16:
+        source, said = planner.decisions[key].source, scheme or "dense"
+        # DeepSeek-V4 declares FP8 for all modules, and its experts are MXFP4.
+        if format is None or not format.mx_experts or not isinstance(scheme, BlockFP8):
+            planner.warn(
+                f"stored in MXFP4, declared {said}",
+                prefix,
+                f"{quoted(prefix)}: experts are stored in MXFP4 but declared {said} ({source}): "
+                "what is stored decides, and they are cast to NVFP4, w4a16",
+            )
+        source = f"stored in MXFP4, though declared {said} ({source})"
+        planner.decisions[key] = Decision(Scheme.W4A16, source)
+    return ExpertPlan(Scheme.W4A16, *plan_mxfp4_experts(planner, prefix, sizes, naming))
 
 
 def _plan_stack(planner, stored, checkpoint_scheme, matrices, shape, alternate):

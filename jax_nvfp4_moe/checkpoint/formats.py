@@ -118,13 +118,16 @@ class Rules(Protocol):
       source: the file and the key of the config, for messages.
       summary: the algorithm as the config spells it, such as "NVFP4".
       kv_cache: what the config declares about the KV cache. None if it declares nothing.
-      schemes: all schemes that the config declares for any module, in its order.
     """
 
     source: str
     summary: str
     kv_cache: KVCache | None
-    schemes: Sequence[CheckpointScheme]
+
+    @property
+    def schemes(self) -> Sequence[CheckpointScheme]:
+        """All schemes that the config declares for any module, in its order."""
+        ...
 
     def choices(self, module: str) -> list[Decision]:
         """Return how `module` may be quantized; the first is what the config says.

@@ -113,7 +113,7 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
     found: list[tuple[CheckpointFormat, Rules | None]] = []
     for read in (_from_file, _from_config):
         try:
-            found += list(read(pathlib.Path(folder), config))
+            found.extend(read(pathlib.Path(folder), config))
         except CheckpointError as error:
             problems += error.problems
     found = _with_manifests(found)

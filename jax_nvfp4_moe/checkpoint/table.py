@@ -185,8 +185,11 @@ class WeightTable:
         info = self._planner.find(name)
         if keeps_bfloat16 and info is not None and info.dtype == "BF16":
             dtype = jnp.bfloat16
-        if info is not None and info.dtype in ("U8", "F8_E4M3") and name.endswith(".weight"):
-            return self._dequantized(name.removesuffix(".weight"), tuple(shape), dtype)
+        module = name.removesuffix(".weight")
+        packed = f"{module}.{self._planner.names.packed}" in self._planner.tensors
+        quantized = info.dtype in ("U8", "F8_E4M3") if info else packed
+        if quantized and module != name:
+            return self._dequantized(module, tuple(shape), dtype)
         buffer = self._planner.array(name, tuple(shape), dtype, stored)
         return self._source(name, lambda reader: reader.array(buffer))
 
