@@ -27,7 +27,7 @@ from jax_nvfp4_moe.checkpoint.formats import (
 )
 from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
 from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
-from jax_nvfp4_moe.checkpoint.target_groups import Targets
+from jax_nvfp4_moe.checkpoint.target_groups import Targets, names_of
 from jax_nvfp4_moe.checkpoint.transforms import find_transforms
 from jax_nvfp4_moe.numerics.fp8_blocks import SQUARE, BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
@@ -223,10 +223,11 @@ class CompressedTensorsRules:
         An entry of ``ignore`` comes first. Targets that match the name of the module follow, in the
         order of the file, and then targets that name its class, such as Linear.
         """
-        ignored = self._ignored.find(module)
+        names = names_of(module)
+        ignored = self._ignored.find(module, names)
         if ignored:
             return [Decision(None, f"{self.source}: ignore {quoted(self._ignore[ignored[0]])}")]
-        matches = [self._targets[entry] for entry in self._matcher.find(module)]
+        matches = [self._targets[entry] for entry in self._matcher.find(module, names)]
         found = [
             Decision(scheme, f"{self._groups[number].source}: targets {quoted(target)}")
             for target, number in matches

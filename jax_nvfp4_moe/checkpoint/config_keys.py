@@ -41,10 +41,9 @@ MODELOPT_KEYS = KnownKeys(
     | {"quant_method", "quant_algo", "quantization", "group_size", "awq_block_size"}
     | {"exclude_modules", "ignore", "modules_to_not_convert"}
     | {"quantized_layers", "config_groups", "producer", "has_zero_point"}
-    | {"lora_rank", "clamp_val", "use_meta_recipe"},
+    | {"lora_rank", "clamp_val", "use_meta_recipe", "output_activations", "format"},
     {
         "version": _VERSION,
-        "format": _STORED,
         "quantization_status": _STORED,
         "global_compression_ratio": "it reports a size",
         "pre_quant_scale": _STORED,
@@ -62,8 +61,9 @@ MODELOPT_LAYER_KEYS = KnownKeys(
 )
 MODELOPT_GROUP_KEYS = KnownKeys(
     frozenset({"targets", "weights", "input_activations", "output_activations"})
-    | {"has_zero_point", "lora_rank"},
-    {"pre_quant_scale": _STORED, "format": _STORED, "quant_algo": "quantized_layers repeats it"},
+    # The last two repeat what other keys of the config say.
+    | {"has_zero_point", "lora_rank", "quant_algo", "format"},
+    {"pre_quant_scale": _STORED},
 )
 COMPRESSED_TENSORS_KEYS = KnownKeys(
     SECTIONS | {"quant_method", "format", "config_groups", "ignore", "kv_cache_scheme"},
@@ -102,6 +102,18 @@ FP8_KEYS = KnownKeys(
 MXFP4_KEYS = KnownKeys(
     SECTIONS | _CACHE | {"quant_method", "modules_to_not_convert"},
     {"dequantize": _RUNTIME, "version": _VERSION},
+)
+
+ALL = (
+    MODELOPT_KEYS,
+    MODELOPT_FILE_KEYS,
+    MODELOPT_LAYER_KEYS,
+    MODELOPT_GROUP_KEYS,
+    COMPRESSED_TENSORS_KEYS,
+    GROUP_KEYS,
+    ARGUMENT_KEYS,
+    FP8_KEYS,
+    MXFP4_KEYS,
 )
 
 

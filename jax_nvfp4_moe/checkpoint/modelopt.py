@@ -41,7 +41,7 @@ from jax_nvfp4_moe.checkpoint.formats import (
 )
 from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
 from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
-from jax_nvfp4_moe.checkpoint.target_groups import Targets
+from jax_nvfp4_moe.checkpoint.target_groups import Targets, names_of
 from jax_nvfp4_moe.checkpoint.transforms import find_transforms
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
@@ -100,7 +100,7 @@ class _Activations:
         if decision.scheme not in WEIGHTS_ONLY:
             return decision
         found = self._targets.find(module) or [
-            entry for parent in parents(module) for entry in self._targets.by_name(parent)
+            entry for parent in parents(module) for entry in self._targets.by_name(names_of(parent))
         ]
         bits = 4 if isinstance(decision.scheme, Scheme) else 8
         names = (self._names[entry] for entry in found)

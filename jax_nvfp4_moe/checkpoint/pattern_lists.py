@@ -18,6 +18,12 @@ _REGEX = "re:"
 _SIMPLE = re.compile(r"\^?(?:[\w\-/]|\\[.\-/]|\\[dw][*+?]?|\.[*+?]?)*\$?")
 _SIMPLE_PARTS = re.compile(r"\\[dw][*+?]?|\.[*+?]?|((?:[\w\-/]|\\[.\-/])+)")
 _WILDCARD = re.compile(r"\[!?\]?[^\]]*\]|[*?\[]")
+_DIGITS = re.compile(r"(?:\\d|\[0-9\])[*+]")
+_ATOM = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
+_REPEAT = re.compile(r"(?<!\()[*+?{]")
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
+_FEW = 32  # patterns that are looked at one by one
+_SHORT = 128  # characters of a name
 _MOST_ALIKE = 1000  # patterns that no literal text tells apart: all of them are tried
 
 
@@ -49,18 +55,44 @@ class Wildcard:
         return self._regex.match(text) is not None
 
 
-class _SimpleExpression:
-    """A regular expression in the form of `_SIMPLE`; a `Pattern`."""
+class _Expression:
+    """A regular expression that is compiled when it is needed; a `Pattern`.
 
-    def __init__(self, pattern: str):
-        self._pattern, self._compiled = pattern, None
-        found = _SIMPLE_PARTS.findall(pattern)
-        self.required = max((text.replace("\\", "") for text in found), key=len, default="")
+    Python's `re` is faster than `RegularExpression`. It matches short names, by patterns that
+    cannot make it backtrack for long.
+    """
+
+    def __init__(self, pattern: str, compiled: RegularExpression | None = None):
+        self._pattern, self._compiled, self._quick = pattern, compiled, None
+        self._is_cheap = _is_cheap(pattern)
+        if compiled is not None:
+            self.required = compiled.required
+        else:
+            found = _SIMPLE_PARTS.findall(pattern)
+            self.required = max((text.replace("\\", "") for text in found), key=len, default="")
 
     def match(self, text: str) -> bool:
         """Return whether the pattern matches a beginning of a name, as `re.match` does."""
+        if self._is_cheap and len(text) <= _SHORT:
+            self._quick = self._quick or re.compile(self._pattern)
+            return self._quick.match(text) is not None
         self._compiled = self._compiled or RegularExpression(self._pattern)
         return self._compiled.match(text)
+
+
+def _is_cheap(pattern) -> bool:
+    """Return whether `re` needs at most some thousand steps to match a short name.
+
+    The pattern then has at most two repeats, each of a single character, and few alternatives.
+    Repeats of digits do not count: the names of modules have few digits in a row.
+    """
+    plain = _ATOM.sub("x", _DIGITS.sub("", pattern))
+    return (
+        len(_REPEAT.findall(plain)) <= 2
+        and plain.count("(") <= 2
+        and plain.count("|") <= 8
+        and not _REPEATED_GROUP.search(plain)
+    )
 
 
 def compile_expression(pattern: str, source: str) -> Pattern:
@@ -70,9 +102,9 @@ def compile_expression(pattern: str, source: str) -> Pattern:
       CheckpointError: the expression is not valid, or is one that cannot be matched in linear time.
     """
     if len(pattern) < 1000 and _SIMPLE.fullmatch(pattern):
-        return _SimpleExpression(pattern)
+        return _Expression(pattern)
     try:
-        return RegularExpression(pattern)
+        return _Expression(pattern, RegularExpression(pattern))
     except PatternError as error:
         raise CheckpointError([f"{source}: pattern {quoted(pattern)} {error}"]) from None
 
@@ -101,6 +133,9 @@ class PatternIndex:
             else:
                 self._loose.append((number, pattern))
         tables = [*self._tables.values(), {"": self._loose}]
+        every = [one for table in tables for alike in table.values() for one in alike]
+        few = [(one.required, number, one) for number, one in every]
+        self._few = few if len(few) <= _FEW else None
         for text, alike in ((text, a) for table in tables for text, a in table.items()):
             if len(alike) > _MOST_ALIKE:
                 raise CheckpointError(
@@ -114,10 +149,18 @@ class PatternIndex:
         """Return the numbers of all patterns that match any of the names, in order."""
         found = set()
         for name in names:
-            found |= {number for number, one in self._candidates(name) if one.match(name)}
+            for number, one in self._candidates(name):
+                if number not in found and one.match(name):
+                    found.add(number)
         return sorted(found)
 
-    def _candidates(self, name):
+    def _candidates(self, name) -> Iterable[tuple[int, Pattern]]:
+        """Return the patterns that may match a name."""
+        if self._few is not None:
+            return [(number, one) for text, number, one in self._few if text in name]
+        return self._search(name)
+
+    def _search(self, name):
         yield from self._loose
         for length, table in self._tables.items():
             if len(table) <= len(name):
@@ -136,7 +179,7 @@ class Entries:
         """Read a list.
 
         Args:
-          entries: the entries.
+          entries: the entries. An empty one matches nothing.
           source: the file and the key of the list, for messages.
 
         Raises:
@@ -146,7 +189,8 @@ class Entries:
         patterns, problems = [], []
         for number, entry in enumerate(entries):
             if not entry.startswith(_REGEX):
-                self._names.setdefault(entry, []).append(number)
+                if entry:
+                    self._names.setdefault(entry, []).append(number)
                 continue
             try:
                 patterns.append((number, compile_expression(entry.removeprefix(_REGEX), source)))
@@ -154,9 +198,12 @@ class Entries:
                 problems += error.problems
         if problems:
             raise CheckpointError(problems)
-        self._patterns = PatternIndex(patterns, source)
+        self._patterns, self._has_patterns = PatternIndex(patterns, source), bool(patterns)
+
+    def __bool__(self) -> bool:
+        return bool(self._names) or self._has_patterns
 
     def find(self, names: Sequence[str]) -> list[int]:
         """Return the numbers of all entries that match any of the names, in order."""
         whole = [number for name in names for number in self._names.get(name, ())]
-        return sorted({*whole, *self._patterns.find(names)})
+        return sorted({*whole, *self._patterns.find(names)} if self._has_patterns else set(whole))

@@ -13,6 +13,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.formats import (
     CHANNEL_SCALE,
@@ -181,9 +182,12 @@ class Planner:
         self.decisions: dict[str, Decision] = {}
         self.nbytes = 0
 
-    @property
+    @functools.cached_property
     def names(self) -> TensorNames:
-        """The names of a quantized linear's tensors."""
+        """The names of a quantized linear's tensors. Without a config, the tensors show them."""
+        packed = f".{COMPRESSED_TENSORS.names.packed}"
+        if self.quant.format is None and any(n.endswith(packed) for n in self.tensors.names()):
+            return COMPRESSED_TENSORS.names
         return self.quant.names
 
     def note(self, fact: str) -> None:

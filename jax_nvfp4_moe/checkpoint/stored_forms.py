@@ -72,10 +72,10 @@ def find_forms(weight: Weight) -> tuple[StoredForm, ...]:
 
 def _fp8_forms(values, scale) -> tuple[StoredForm, ...]:
     """Return the forms that FP8 values and their scales may have, by the shape of the scales."""
-    *stacked, n, k = (1, 1, *values.shape)[-3:]
+    e, n, k = (1, 1, 1, *values.shape)[-3:]
     found = []
     if scale.dtype in FLOATS and (
-        math.prod(scale.shape) in (1, n) or (stacked[0] > 1 and _by_expert(values, scale))
+        math.prod(scale.shape) in (1, n) or (e > 1 and math.prod(scale.shape) in (e, e * n, e * k))
     ):
         found.append(StoredForm.FP8)
     grid = fp8_blocks.grid_shape(n, k, fp8_blocks.SQUARE)
@@ -85,9 +85,3 @@ def _fp8_forms(values, scale) -> tuple[StoredForm, ...]:
     if scale.dtype in _POWERS and scale.shape == fp8_blocks.grid_shape(n, k, fp8_blocks.MX):
         found.append(StoredForm.MXFP8)
     return tuple(found)
-
-
-def _by_expert(values, scale) -> bool:
-    """Return whether scales are those of experts, or of the rows of experts."""
-    e, *sizes = values.shape
-    return math.prod(scale.shape) in (e, *(e * size for size in sizes))

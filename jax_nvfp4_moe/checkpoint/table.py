@@ -370,9 +370,7 @@ class WeightTable:
         """
         checkpoint = self._checkpoint
         with progress(show, self._planner.nbytes, label) as advance:
-            yield Reader(
-                checkpoint.tensors, checkpoint.quant.names, advance, str(checkpoint.folder)
-            )
+            yield Reader(checkpoint.tensors, self._planner.names, advance, str(checkpoint.folder))
 
     def _source(self, name, read, checkpoint_scheme=None) -> Source:
         """Return a source whose value has the shapes from the headers."""

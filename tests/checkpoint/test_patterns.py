@@ -139,6 +139,16 @@ def test_matching_takes_linear_time(pattern):
 
 
 @pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+$", "(a|aa)*b", "(a|a)" * 40 + "b", "a?" * 40 + "b", ".*a.*a.*a.*a.*a.*a$", "(a*b?)*c"],
+)
+def test_short_names_take_little_time_too(pattern):
+    """`re` matches short names, but not by patterns with which it would backtrack for long."""
+    entries = Entries([f"re:{pattern}"], "x")
+    assert seconds(lambda: entries.find(["a" * 100 + "d"])) < 2
+
+
+@pytest.mark.parametrize(
     ("pattern", "matches", "others"),
     [
         ("^(?!.*vision).*proj", "model.layers.0.q_proj", "model.vision.0.q_proj"),

@@ -216,17 +216,18 @@ def test_experts_in_fp8_that_are_declared_nvfp4(tmp_path, caplog):
     assert "and so for 47 other modules" in caplog.text
 
 
-def test_a_file_without_any_quantization_config(tmp_path, caplog):
-    folder = edited(tmp_path, W4A4, lambda tensors: None)
-    (folder / "hf_quant_config.json").unlink()
+@pytest.mark.parametrize("name", [W4A4, CT])
+def test_a_file_without_any_quantization_config(tmp_path, caplog, name):
+    folder = edited(tmp_path, name, lambda tensors: None)
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     params, scheme = load_moe(folder)
+    given = load_moe(GIVEN / name).params
     assert scheme is Scheme.W4A4
-    np.testing.assert_array_equal(
-        params.gate_up_input_scale, load_moe(GIVEN / W4A4).params.gate_up_input_scale
-    )
+    np.testing.assert_array_equal(params.gate_up_input_scale, given.gate_up_input_scale)
+    np.testing.assert_array_equal(params.gate_up.global_scale, given.gate_up.global_scale)
     assert "declared dense (no quantization config): what is stored decides" in caplog.text
 
 
@@ -270,6 +271,7 @@ def info(dtype, *shape):
         (("F8_E4M3", 256, 512), ("F32", 3), []),
         (("F8_E4M3", 4, 256, 512), ("F32", 4), [StoredForm.FP8]),
         (("F8_E4M3", 4, 256, 512), ("F32", 4, 256, 1), [StoredForm.FP8]),
+        (("F8_E4M3",), ("F32", 5), []),
         (None, ("F32",), []),
     ],
 )
