@@ -50,8 +50,14 @@ def find_part(name: str) -> str | None:
 class CacheScalePlanner:
     """Plans the scales of attention modules, and finds those that nobody reads."""
 
-    def __init__(self, planner: Planner):
-        self._planner = planner
+    def __init__(self, planner: Planner, where: str):
+        """Make a planner.
+
+        Args:
+          planner: looks tensors up, and collects problems.
+          where: the checkpoint's folder, for messages.
+        """
+        self._planner, self._where = planner, where
         self._asked: list[str] = []  # attention modules
         self._missing: list[str] = []
         self._doubled: list[tuple[str, str]] = []  # a scale that is used, and another one
@@ -120,8 +126,9 @@ class CacheScalePlanner:
         """
         if self._missing:
             log.warning(
-                "%s declares an FP8 KV cache, but the file has no scale for it in %d of %d "
+                "%s: %s declares an FP8 KV cache, but the file has no scale for it in %d of %d "
                 "attention modules, such as %s: 1 is used",
+                self._where,
                 declared,
                 len(self._missing),
                 len(self._asked),
@@ -129,10 +136,11 @@ class CacheScalePlanner:
             )
         for used, other in self._doubled:
             self._planner.taken.add(other)
-            if not np.array_equal(*(self._read(name) for name in (used, other))):
+            if not np.array_equal(self._read(used), self._read(other)):
                 log.warning(
-                    "the file stores two scales of the KV cache that differ: %s is used, and %s "
-                    "is not",
+                    "%s: the file stores two scales of the KV cache that differ: %s is used, and "
+                    "%s is not",
+                    self._where,
                     quoted(used),
                     quoted(other),
                 )

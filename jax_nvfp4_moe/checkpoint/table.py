@@ -122,7 +122,7 @@ class WeightTable:
         self._checkpoint, self._options = checkpoint, options or LoadOptions()
         self._planner = Planner(checkpoint.tensors, checkpoint.quant, self._options.input_scales)
         self._headers = Headers(self._planner.names.divides)
-        self._cache_scales = CacheScalePlanner(self._planner)
+        self._cache_scales = CacheScalePlanner(self._planner, str(checkpoint.folder))
         self.requests = Requests()
 
     def has(self, name: str) -> bool:
