@@ -465,8 +465,9 @@ def _bits(algorithm):
 
 def _check_group_size(section, source):
     """Check the group size if there is one. Some exporters leave it out."""
-    if section.get("group_size") is not None:
-        check_group_size(section["group_size"], source)
+    for key in ("group_size", "awq_block_size"):
+        if section.get(key) is not None:
+            check_group_size(section[key], source)
 
 
 def _algorithm(section, source):

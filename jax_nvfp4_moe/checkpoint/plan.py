@@ -23,6 +23,7 @@ from jax_nvfp4_moe.checkpoint.formats import (
     Decision,
     TensorNames,
 )
+from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
 from jax_nvfp4_moe.checkpoint.stored_forms import (
@@ -184,11 +185,28 @@ class Planner:
 
     @functools.cached_property
     def names(self) -> TensorNames:
-        """The names of a quantized linear's tensors. Without a config, the tensors show them."""
-        packed = f".{COMPRESSED_TENSORS.names.packed}"
-        if self.quant.format is None and any(n.endswith(packed) for n in self.tensors.names()):
-            return COMPRESSED_TENSORS.names
-        return self.quant.names
+        """The names of a quantized linear's tensors: those of the config, if the file has them.
+
+        Tools convert files, and leave the config of another tool behind.
+        """
+        own, packed = self.quant.names, COMPRESSED_TENSORS.names.packed
+        second = MODELOPT.names.weight_global
+        endings = {name.rpartition(".")[2] for name in self.tensors.names()}
+        if second in endings and packed not in endings:
+            found = MODELOPT.names
+        elif packed in endings and second not in endings:
+            found = COMPRESSED_TENSORS.names
+        else:
+            return own
+        if found != own and self.quant.format is not None:
+            said = self.quant.format.name
+            self.warn(
+                "names",
+                "",
+                f"the config is that of {said}, but tensors have names such as "
+                f"{found.packed} and {found.weight_global}: they are read by their names",
+            )
+        return found
 
     def note(self, fact: str) -> None:
         """Count `fact` for the log."""

@@ -169,6 +169,8 @@ def _parse_section(section, source):
     method = section.get("quant_method")
     if method is None and not _MODELOPT_KEYS.isdisjoint(section):
         method = MODELOPT.quant_method  # the contents of hf_quant_config.json
+    elif method is None and "config_groups" in section:
+        method = COMPRESSED_TENSORS.quant_method
     for format in FORMATS:
         if format.claims(method):
             return format, format.parse(section, source)

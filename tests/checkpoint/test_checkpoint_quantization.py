@@ -503,6 +503,13 @@ def test_the_file_of_modelopt_inside_of_config_json(tmp_path, method):
     assert read_quant_config(tmp_path, inner).checkpoint_scheme(GATE) is None
 
 
+def test_groups_without_a_method_are_those_of_compressed_tensors(tmp_path):
+    section = tensors_section()
+    del section["quant_method"]
+    assert read(tmp_path, section).format is COMPRESSED_TENSORS
+    assert read(tmp_path, section).checkpoint_scheme(EXPERT) == "w4a16"
+
+
 def test_two_levels_of_one_config_must_agree(tmp_path):
     section = modelopt_file() | {"quant_method": "modelopt", "quant_algo": "FP8"}
     message = refused(tmp_path, section)

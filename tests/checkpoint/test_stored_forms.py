@@ -293,3 +293,43 @@ def test_blocks_that_are_declared_dense(tmp_path, caplog):
     np.testing.assert_array_equal(linear.weight.dequantize(jnp.float32), np.full((256, 256), 0.5))
     assert f"'{Q}' holds FP8 values with scales of blocks but is declared dense" in caplog.text
     assert f"it is read as {BlockFP8.SQUARE}" in caplog.text
+
+
+def renamed(tensors, compressed):
+    """Rename the tensors of all quantized modules as the other tool has them."""
+    pairs = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}
+    if not compressed:
+        pairs = {new: old for old, new in pairs.items()}
+    for name in list(tensors):
+        module, _, leaf = name.rpartition(".")
+        if leaf in pairs:
+            value = np.float32(1) / tensors.pop(name)
+            tensors[f"{module}.{pairs[leaf]}"] = value.reshape((1,) if compressed else ())
+        elif tensors[name].dtype == np.uint8:
+            tensors[f"{module}.{'weight_packed' if compressed else 'weight'}"] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("name", [W4A4, CT])
+def test_names_of_another_tool_than_the_config(tmp_path, caplog, name):
+    folder = edited(tmp_path, name, lambda tensors: renamed(tensors, compressed=name == W4A4))
+    params, scheme = load_moe(folder)
+    given = load_moe(GIVEN / name).params
+    assert scheme is Scheme.W4A4
+    np.testing.assert_array_equal(params.gate_up.packed, given.gate_up.packed)
+    np.testing.assert_allclose(params.gate_up.global_scale, given.gate_up.global_scale, rtol=1e-6)
+    tool = "ModelOpt" if name == W4A4 else "compressed-tensors"
+    assert f"the config is that of {tool}, but tensors have names such as" in caplog.text
+
+
+def test_experts_in_nvfp4_of_a_file_that_declares_fp8_in_blocks(tmp_path, caplog):
+    """The config of DeepSeek's file is left beside experts that were quantized again."""
+    folder = edited(tmp_path, W4A4, lambda tensors: None)
+    (folder / "hf_quant_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    config["quantization_config"] = blocks
+    (folder / "config.json").write_text(json.dumps(config))
+    params, scheme = load_moe(folder)
+    assert scheme is Scheme.W4A4
+    np.testing.assert_array_equal(params.down.packed, load_moe(GIVEN / W4A4).params.down.packed)
+    assert "holds NVFP4 codes but is declared fp8_blocks (config.json" in caplog.text
