@@ -7,7 +7,7 @@
 | tools that merge projections | ``qkv_proj.k_scale`` |
 | Quark, AutoFP8 and older llm-compressor | ``k_proj.output_scale`` |
 | HYV3 | ``k_cache.scale`` |
-| older files, for keys and values | ``kv_scale`` |
+| older files, for keys and values | ``kv_scale``, ``kv_b_proj.output_scale`` of latents |
 
 Source: https://github.com/vllm-project/vllm, `maybe_remap_kv_scale_name` and `get_cache_scale`.
 """
@@ -28,7 +28,7 @@ _BOTH = "kv"
 _NAME = re.compile(
     r"(?:^|[._])(?:"
     r"(?P<plain>k|v|kv|q|prob|attn)_scale"
-    r"|(?P<output>k|v|kv|q)_proj\.output_scale"
+    r"|(?P<output>k|v|kv|kv_b|q)_proj\.output_scale"
     r"|(?P<cache>k|v|kv|q)_cache[._]scale"
     r"|(?P<attention>prob)_output_scale)$"
 )
@@ -44,7 +44,7 @@ def find_part(name: str) -> str | None:
       name: the name of the tensor, or what follows the name of the attention module.
     """
     found = _NAME.search(name)
-    return found and next(filter(None, found.groups()))
+    return found and next(filter(None, found.groups())).removesuffix("_b")
 
 
 class CacheScalePlanner:

@@ -58,7 +58,7 @@ def test_scales_under_all_names(tmp_path, name, key, value):
 
 
 @pytest.mark.parametrize(
-    "name", ["kv_scale", "attn.kv_scale", "kv_cache_scale", "qkv_proj.kv_scale"]
+    "name", ["kv_scale", "attn.kv_scale", "kv_cache_scale", "kv_b_proj.output_scale"]
 )
 def test_one_scale_for_keys_and_values(tmp_path, name, caplog):
     assert scales_of(tmp_path, {name: 0.25}) == {"k": [0.25, 0.25], "v": [0.25, 0.25]}
