@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 import measure
 
+from jax_nvfp4_moe.checkpoint import config_keys
 from jax_nvfp4_moe.checkpoint.refused_formats import REFUSED_FORMATS
 from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
 
@@ -44,6 +45,18 @@ def refused_formats() -> str:
     return _reasons("`quant_algo`, `format` or `quant_method`", REFUSED_FORMATS)
 
 
+def harmless_keys() -> str:
+    """Return the table of the keys of quantization configs that change nothing."""
+    reasons = {}
+    for known in config_keys.ALL:
+        reasons.update(known.harmless)
+    names = collections.defaultdict(list)
+    for name, reason in sorted(reasons.items()):
+        names[reason].append(f"`{name}`")
+    rows = [f"| {', '.join(listed)} | {reason} |" for reason, listed in names.items()]
+    return "\n".join(["| key | why it changes nothing |", "|---|---|", *rows]) + "\n"
+
+
 def checkpoints() -> str:
     """Return the table of the checkpoints of the tests, with what `measure` has measured."""
     results = measure.read_results()
@@ -70,6 +83,7 @@ def _checkpoint(folder: pathlib.Path, measured: Mapping[str, float]) -> list[str
 TABLES: Mapping[str, Callable[[], str]] = {
     "refused_families": refused_families,
     "refused_formats": refused_formats,
+    "harmless_keys": harmless_keys,
     "checkpoints": checkpoints,
 }
 

@@ -7,22 +7,28 @@ weight_scale``, with one scale per matrix or one per row.
 Source: https://github.com/vllm-project/compressed-tensors
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jax_nvfp4_moe.checkpoint.config_keys import (
+    ARGUMENT_KEYS,
+    COMPRESSED_TENSORS_KEYS,
+    GROUP_KEYS,
+    find_unknown_keys,
+)
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.formats import (
     CheckpointFormat,
     Decision,
-    KVCache,
     TensorNames,
     check_group_size,
-    equivalent_names,
     names_in,
     object_in,
 )
+from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
 from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
+from jax_nvfp4_moe.checkpoint.target_groups import Targets, names_of
+from jax_nvfp4_moe.checkpoint.transforms import find_transforms
 from jax_nvfp4_moe.numerics.fp8_blocks import SQUARE, BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -30,50 +36,13 @@ from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 PACKED_FORMAT = "nvfp4-pack-quantized"
 FP8_FORMATS = ("float-quantized", "naive-quantized")
 _MIXED = "mixed-precision"  # the format of a file in which each group states its own format
-_LINEARS = ("Linear", "LinearBase")  # targets that mean every linear: torch's class, and vLLM's
-_REGEX = "re:"
-# A pattern comes from an untrusted file, and Python's `re` backtracks. A nested repetition could
-# run forever; within these limits, a name of 200 characters takes a few seconds at most.
-# Repeated digits are not counted: the characters around them in a module's name are no digits, so
-# they cause no backtracking.
-_MOST_REPEATS = 4
-_DIGITS = re.compile(r"(\\d|\[0-9\])[*+]")
-_NESTED_REPEAT = re.compile(r"[*+}]\??\)+[*+{]")
-_FP8_INPUTS: Mapping[tuple[bool, Any], FP8ActivationScaling] = {
+_E4M3 = ("torch.float8_e4m3fn", "float8_e4m3fn")
+_UNORDERED = ("weight", "static")  # orders of columns that only calibration sees
+_FP8_INPUTS: Mapping[tuple[Any, Any], FP8ActivationScaling] = {
     (True, "token"): FP8ActivationScaling.TOKEN,
     (True, "tensor"): FP8ActivationScaling.TENSOR,
     (False, "tensor"): FP8ActivationScaling.STATIC,
 }
-
-
-class _Matcher:
-    """Finds the entry of a list that matches a module.
-
-    An entry is either the whole name of a module or a regular expression that matches from the
-    start of the name.
-    """
-
-    def __init__(self, patterns: Iterable[str], source: str):
-        self._names = frozenset(p for p in patterns if not p.startswith(_REGEX))
-        self._patterns = [
-            (_compile(p.removeprefix(_REGEX), source), p)
-            for p in sorted(patterns)
-            if p.startswith(_REGEX)
-        ]
-
-    def find(self, module: str) -> str | None:
-        """Return the entry that matches `module`, or None.
-
-        A whole name takes precedence over a pattern. Patterns are tried in alphabetical order.
-        """
-        names = equivalent_names(module)
-        for name in names:
-            if name in self._names:
-                return name
-        for regex, pattern in self._patterns:
-            if any(regex.match(name) for name in names):
-                return pattern
-        return None
 
 
 class _Group:
@@ -85,15 +54,18 @@ class _Group:
         self._format = group.get("format") or whole_format
         self._weights = object_in(group, "weights", source)
         self._inputs = object_in(group, "input_activations", source)
+        problems = find_unknown_keys(group, GROUP_KEYS, source)
         if not self._weights:
-            raise CheckpointError(
-                [
-                    f"{source}: weights: missing; a group that quantizes activations alone is not "
-                    "supported"
-                ]
+            problems.append(
+                f"{source}: weights: missing; a group that quantizes activations alone is not "
+                "supported"
             )
         if group.get("output_activations"):
-            raise CheckpointError([f"{source}: output_activations are not supported"])
+            problems.append(f"{source}: output_activations are not supported")
+        for key, arguments in (("weights", self._weights), ("input_activations", self._inputs)):
+            problems += _find_wrong_arguments(arguments, f"{source}: {key}")
+        if problems:
+            raise CheckpointError(problems)
 
     def scheme(self) -> CheckpointScheme:
         """Return the scheme of the group.
@@ -116,20 +88,40 @@ class _Group:
 
     def _nvfp4(self):
         """Return the scheme of a group with 4-bit weights."""
-        self._check("weights", self._weights)
+        self._check("weights", self._weights, (False,))
         if not self._inputs:
             return Scheme.W4A16
-        self._check("input_activations", self._inputs)
+        self._check("input_activations", self._inputs, (False, "local"))
         return Scheme.W4A4
 
-    def _check(self, key, arguments):
-        """Check that the weights or the activations, named by `key`, are NVFP4."""
+    def _check(self, key, arguments, dynamic):
+        """Check that the weights or the activations, named by `key`, are NVFP4.
+
+        Args:
+          key: "weights" or "input_activations".
+          arguments: the object at that key.
+          dynamic: the values of ``dynamic`` with which the global scale is stored.
+        """
         source = f"{self.source}: {key}"
         if _kind(arguments) != ("float", 4):
             raise CheckpointError(
                 [f"{source}: expected type 'float' with 4 bits, got {_described(arguments)}"]
             )
         check_group_size(arguments.get("group_size"), source)
+        expected = {
+            "strategy": (None, "tensor_group"),
+            "dynamic": (None, *dynamic),
+            "scale_dtype": (None, *_E4M3),
+            "block_structure": (None,),
+        }
+        problems = [
+            f"{source}: {name} {quoted(arguments[name])} is not supported for NVFP4; supported: "
+            f"{', '.join(map(quoted, allowed[1:] or allowed))}"
+            for name, allowed in expected.items()
+            if not any(_same(arguments.get(name), one) for one in allowed)
+        ]
+        if problems:
+            raise CheckpointError(problems)
 
     def _fp8(self):
         """Return the scheme of a group with 8-bit weights."""
@@ -137,14 +129,14 @@ class _Group:
         if strategy == "block":
             return self._fp8_blocks()
         self._require("weights", strategy in ("tensor", "channel"), f"strategy {quoted(strategy)}")
-        symmetric = self._weights.get("symmetric", True) is not False
-        self._require("weights", symmetric, "symmetric false")
+        dynamic = self._weights.get("dynamic")
+        self._require("weights", not dynamic, f"dynamic {quoted(dynamic)}")
         if not self._inputs:
             return FP8ActivationScaling.WEIGHTS
         kind = _kind(self._inputs) == ("float", 8)
         self._require("input_activations", kind, f"type {_described(self._inputs)}")
-        how = bool(self._inputs.get("dynamic")), self._inputs.get("strategy")
-        described = f"strategy {quoted(how[1])}, dynamic {how[0]}"
+        how = self._inputs.get("dynamic") or False, self._inputs.get("strategy")
+        described = f"strategy {quoted(how[1])}, dynamic {quoted(how[0])}"
         self._require("input_activations", how in _FP8_INPUTS, described)
         return _FP8_INPUTS[how]
 
@@ -181,59 +173,100 @@ class CompressedTensorsRules:
     def __init__(self, section: Mapping[str, Any], source: str):
         self.source = source
         self.summary = str(section.get("format"))
-        self.kv_cache = _kv_cache(section, source)
+        problems = find_unknown_keys(section, COMPRESSED_TENSORS_KEYS, source)
+        problems += find_transforms(section, source)
+        self._groups: list[_Group] = []
+        try:
+            self.kv_cache = read_kv_cache(section, source, multiply_by_reciprocal=False)
+            self._read_groups(section)
+        except CheckpointError as error:
+            problems += error.problems
+        if problems:
+            raise CheckpointError(problems)
+
+    def _read_groups(self, section):
+        """Read the groups, their targets, and the modules that are ignored."""
+        source = self.source
         groups = object_in(section, "config_groups", source)
         if not groups:
             raise CheckpointError([f"{source}: config_groups: expected at least one group"])
-        read = [
-            _Group(
-                object_in(groups, name, f"{source}: config_groups"),
-                section.get("format"),
-                f"{source}: config_groups: {quoted(name)}",
-            )
-            for name in groups
-        ]
-        self._groups = {target: group for group in read for target in group.targets}
-        self._targets = _Matcher(self._groups, source)
-        self._ignored = _Matcher(names_in(section, "ignore", source), source)
+        problems: list[str] = []
+        for name in groups:
+            place = f"{source}: config_groups"
+            try:
+                group = object_in(groups, name, place)
+                self._groups.append(
+                    _Group(group, section.get("format"), f"{place}: {quoted(name)}")
+                )
+            except CheckpointError as error:
+                problems += error.problems
+        if problems:
+            raise CheckpointError(problems)
         # If there is only one group, every quantized module belongs to it. An unsupported group
         # then raises here, before the headers of the files are read.
-        if len(read) == 1:
-            read[0].scheme()
+        self._schemes = [_try_scheme(group) for group in self._groups]
+        if len(self._groups) == 1:
+            self._groups[0].scheme()
+        self.schemes = [scheme for scheme in self._schemes if scheme is not None]
+        self._targets = [
+            (target, number)
+            for number, group in enumerate(self._groups)
+            for target in group.targets
+        ]
+        self._matcher = Targets([target for target, _ in self._targets], source)
+        self._ignore = names_in(section, "ignore", source)
+        self._ignored = Targets(self._ignore, source)
 
-    def decide(self, module: str) -> Decision:
-        """Return how the linear `module` is quantized.
+    def choices(self, module: str) -> list[Decision]:
+        """Return how the linear `module` may be quantized.
 
-        An entry of ``ignore`` comes first, then a target that names the module. A target whose
-        pattern matches the module follows, and a target that means all linears comes last.
+        An entry of ``ignore`` comes first. Targets that match the name of the module follow, in the
+        order of the file, and then targets that name its class, such as Linear.
         """
-        ignored = self._ignored.find(module)
+        names = names_of(module)
+        ignored = self._ignored.find(module, names)
         if ignored:
-            return Decision(None, f"{self.source}: ignore {quoted(ignored)}")
-        target = self._targets.find(module)
-        for name in (target, *_LINEARS):
-            if name in self._groups:
-                group = self._groups[name]
-                return Decision(group.scheme(), f"{group.source}: targets {quoted(name)}")
-        return Decision(None, f"{self.source}: no target of config_groups matches")
+            return [Decision(None, f"{self.source}: ignore {quoted(self._ignore[ignored[0]])}")]
+        matches = [self._targets[entry] for entry in self._matcher.find(module, names)]
+        found = [
+            Decision(scheme, f"{self._groups[number].source}: targets {quoted(target)}")
+            for target, number in matches
+            if (scheme := self._schemes[number]) is not None
+        ]
+        if not found and matches:
+            self._groups[matches[0][1]].scheme()  # raises, because the group is not supported
+        return found or [Decision(None, f"{self.source}: no target of config_groups matches")]
 
 
-def _kv_cache(section, source) -> KVCache | None:
-    """Read ``kv_cache_scheme``.
-
-    Returns:
-      None if the key is missing. Otherwise a `KVCache`, whose algorithm is "FP8" or a description
-      of an unsupported form.
-    """
-    scheme = object_in(section, "kv_cache_scheme", source)
-    if not scheme:
+def _try_scheme(group) -> CheckpointScheme:
+    """Return the scheme of a group, or None if it is not supported."""
+    try:
+        return group.scheme()
+    except CheckpointError:
         return None
-    plain = _kind(scheme) == ("float", 8) and not scheme.get("dynamic")
-    plain = plain and scheme.get("strategy") in (None, "tensor", "attn_head")
-    algorithm = (
-        "FP8" if plain else f"{_described(scheme)}, strategy {quoted(scheme.get('strategy'))}"
-    )
-    return KVCache(algorithm, f"{source}: kv_cache_scheme", multiply_by_reciprocal=False)
+
+
+def _find_wrong_arguments(arguments, source) -> list[str]:
+    """Return what weights or activations ask for that no scheme here has."""
+    problems = find_unknown_keys(arguments, ARGUMENT_KEYS, source)
+    if arguments.get("symmetric", True) is False:
+        problems.append(
+            f"{source}: symmetric false is not supported: every kernel of this package reads "
+            "numbers without zero points"
+        )
+    order = arguments.get("actorder")
+    if order and order not in _UNORDERED:
+        problems.append(
+            f"{source}: actorder {quoted(order)} is not supported: it permutes columns, and every "
+            "kernel of this package reads the blocks of a row in order; supported: "
+            f"{', '.join(map(quoted, _UNORDERED))}"
+        )
+    return problems
+
+
+def _same(value, expected) -> bool:
+    """Return whether two JSON values are equal and of one type: 0 is not false."""
+    return type(value) is type(expected) and value == expected
 
 
 def declaration(activations: bool, exclude: Iterable[str], version: str) -> dict[str, Any]:
@@ -273,29 +306,6 @@ def _described(arguments) -> str:
     """Return the type and the bits of weights or activations as text for a message."""
     kind, bits = _kind(arguments)
     return f"{quoted(kind)} of {quoted(bits)} bits"
-
-
-def _compile(pattern, source):
-    """Compile a pattern of the config.
-
-    Raises:
-      CheckpointError: the pattern is no regular expression, or matching it could take too long.
-    """
-    alternatives = [pattern] if "(" in pattern else pattern.split("|")
-    repeats = max(len(re.findall(r"[*+{]", _DIGITS.sub("", part))) for part in alternatives)
-    if repeats > _MOST_REPEATS or _NESTED_REPEAT.search(pattern):
-        raise CheckpointError(
-            [
-                f"{source}: pattern {quoted(pattern)} repeats too much to be safe: expected at "
-                f"most {_MOST_REPEATS} repetitions, and none inside another"
-            ]
-        )
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            [f"{source}: pattern {quoted(pattern)} is no regular expression: {error}"]
-        ) from None
 
 
 COMPRESSED_TENSORS = CheckpointFormat(

@@ -5,6 +5,7 @@ gate and up rows alternate as well. `dense_experts` plans experts that are not N
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,7 +26,7 @@ from jax_nvfp4_moe.checkpoint.expert_names import (
     plan_stacked_bias,
     stack,
 )
-from jax_nvfp4_moe.checkpoint.formats import CHANNEL_SCALE, Decision
+from jax_nvfp4_moe.checkpoint.formats import CHANNEL_SCALE, FP8_INPUT_SCALE, Decision
 from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_experts
 from jax_nvfp4_moe.checkpoint.mxfp4_experts import (
     MXFP4Matrices,
@@ -33,7 +34,7 @@ from jax_nvfp4_moe.checkpoint.mxfp4_experts import (
     plan_mxfp4_experts,
 )
 from jax_nvfp4_moe.checkpoint.plan import (
-    FLOATS,
+    SCALE_NAMES,
     Buffer,
     Matrices,
     Planner,
@@ -41,6 +42,7 @@ from jax_nvfp4_moe.checkpoint.plan import (
     TensorSlice,
     empty_matrices,
 )
+from jax_nvfp4_moe.checkpoint.stored_forms import FLOATS, Weight, find_forms
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -86,17 +88,17 @@ def plan_experts(
         return _plan_mxfp4(planner, prefix, sizes, naming)
     before = len(planner.problems)
     checkpoint_scheme = _checkpoint_scheme(planner, prefix, sizes, naming)
-    stored = _stored_type(planner, prefix, naming)
+    weight = _first_weight(planner, prefix, naming)
+    stored = weight.values and weight.values.dtype
     if stored in FLOATS:
-        if checkpoint_scheme is not None:
-            planner.note("experts declared quantized are stored dense and stay dense")
         return plan_dense_experts(planner, prefix, sizes, dtype)
     if checkpoint_scheme is not None:
         return _plan_quantized(planner, prefix, sizes, naming, checkpoint_scheme, dtype)
     if len(planner.problems) == before:
         sources = planner.decisions[f"{prefix}.*"].source
         planner.problems.append(
-            f"{quoted(prefix)}: experts are declared dense ({sources}) but stored as {stored}"
+            f"{quoted(prefix)}: experts are declared dense ({sources}) but stored as {stored}, "
+            "without the scales of a quantized form"
         )
     planner.taken.update(planner.tensors.under(f"{prefix}."))
     return _empty_plan(prefix, sizes)
@@ -144,26 +146,40 @@ def _examples(prefix):
     return f"tensors such as {prefix}.0.down_proj.weight or {prefix}.down_proj"
 
 
-def _stored_type(planner, prefix, naming: Naming | None) -> str | None:
-    """Return the dtype in which the file stores the first expert's down projection.
-
-    Returns:
-      A key of `safetensors.STORED_TYPES`; None if the tensor is missing.
-    """
+def _first_weight(planner, prefix, naming: Naming | None) -> Weight:
+    """Return the stored weight of the first expert's down projection, or of all experts'."""
+    names = planner.names
     if naming is None:
-        info = planner.find(packed_name(planner, f"{prefix}.down_proj")[0])
-        return info and info.dtype
-    module = f"{prefix}.0.{naming.down}"
-    info = planner.find(f"{module}.{planner.names.packed}") or planner.find(f"{module}.weight")
-    return info and info.dtype
+        packed, join = packed_name(planner, f"{prefix}.down_proj")
+        stem = f"{prefix}.down_proj{join}"
+    else:
+        stem = f"{prefix}.0.{naming.down}."
+        packed = f"{stem}{names.packed}"
+        packed = packed if packed in planner.tensors else f"{stem}weight"
+    found = (planner.find(stem + name) for name in (names.block_scale, *SCALE_NAMES))
+    return Weight(planner.find(packed), next(filter(None, found), None))
 
 
-def _checkpoint_scheme(planner, prefix, sizes, naming) -> CheckpointScheme:
-    """Return the scheme of the experts; a layer whose experts differ is a problem."""
+def _checkpoint_scheme(planner, prefix, sizes, naming, forms=None) -> CheckpointScheme:
+    """Return the scheme of the experts; a layer whose experts differ is a problem.
+
+    Args:
+      planner: as for `plan_experts`.
+      prefix: as for `plan_experts`.
+      sizes: as for `plan_experts`.
+      naming: the names of an expert's projections.
+      forms: the forms that the stored weights may have. None finds them.
+    """
     before = len(planner.problems)
+    if forms is None:
+        forms = find_forms(_first_weight(planner, prefix, naming))
+    scales = (planner.names.input_global, FP8_INPUT_SCALE)
+    calibrated = functools.cache(
+        lambda: any(name.endswith(scales) for name in planner.tensors.under(f"{prefix}."))
+    )
     decisions = {}  # scheme -> the first module that has it, and its decision
     for module in _modules(prefix, sizes, naming):
-        decision = planner.decide(module)
+        decision = planner.decide(module, forms, calibrated)
         decisions.setdefault(decision.scheme, (module, decision))
     if len(planner.problems) > before:
         return None
@@ -263,26 +279,23 @@ def _plan_stacked(planner, prefix, sizes, plan):
 
 
 def _plan_mxfp4(planner, prefix, sizes, naming):
-    """Plan experts in MXFP4, which the config must declare."""
-    before = len(planner.problems)
-    scheme = _checkpoint_scheme(planner, prefix, sizes, naming)
+    """Plan experts in MXFP4, which become NVFP4 without rounded activations."""
+    scheme = _checkpoint_scheme(planner, prefix, sizes, naming, ())
     format = planner.quant.format
-    mx = format is not None and format.mx_experts
-    if mx and isinstance(scheme, BlockFP8):  # DeepSeek-V4 declares FP8 for all, experts included
-        source = f"stored in MXFP4, though declared ({planner.decisions[f'{prefix}.*'].source})"
-        planner.decisions[f"{prefix}.*"] = Decision(Scheme.W4A16, source)
-        scheme = Scheme.W4A16
-    mx = mx and scheme is Scheme.W4A16
-    if not mx and len(planner.problems) == before:
-        source = planner.decisions[f"{prefix}.*"].source
-        planner.problems.append(
-            f"{quoted(prefix)}: experts are stored in MXFP4 but declared {scheme or 'dense'} "
-            f"({source}); expected quant_method mxfp4"
-        )
-    matrices = plan_mxfp4_experts(planner, prefix, sizes, naming)
-    if not mx:
-        planner.taken.update(planner.tensors.under(f"{prefix}."))
-    return ExpertPlan(Scheme.W4A16, *matrices)
+    key = f"{prefix}.*"
+    if key in planner.decisions and scheme is not Scheme.W4A16:
+        source, said = planner.decisions[key].source, scheme or "dense"
+        # DeepSeek-V4 declares FP8 for all modules, and its experts are MXFP4.
+        if format is None or not format.mx_experts or not isinstance(scheme, BlockFP8):
+            planner.warn(
+                f"stored in MXFP4, declared {said}",
+                prefix,
+                f"{quoted(prefix)}: experts are stored in MXFP4 but declared {said} ({source}): "
+                "what is stored decides, and they are cast to NVFP4, w4a16",
+            )
+        source = f"stored in MXFP4, though declared {said} ({source})"
+        planner.decisions[key] = Decision(Scheme.W4A16, source)
+    return ExpertPlan(Scheme.W4A16, *plan_mxfp4_experts(planner, prefix, sizes, naming))
 
 
 def _plan_stack(planner, stored, checkpoint_scheme, matrices, shape, alternate):

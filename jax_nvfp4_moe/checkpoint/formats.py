@@ -10,7 +10,7 @@ import numpy as np
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES, plain_prefix
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.scheme import CheckpointScheme
+from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
 # Runtimes merge these projections into one linear. Exclusion lists may name the merged linear.
 _FUSED = {
@@ -32,6 +32,12 @@ _LOADED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _SPARSE = ".block_sparse_moe."
 _LAYERS = "layers."
 _GARBAGE = re.compile(r"\0[^*]*")
+# A scheme that quantizes activations -> the scheme of the same weights that does not.
+WEIGHTS_ONLY: Mapping[CheckpointScheme, CheckpointScheme] = {
+    Scheme.W4A4: Scheme.W4A16,
+    FP8ActivationScaling.STATIC: FP8ActivationScaling.WEIGHTS,
+    FP8ActivationScaling.TOKEN: FP8ActivationScaling.WEIGHTS,
+}
 # All formats use these names for the scales of an FP8 linear's weight and activations.
 FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
 # ModelOpt's name for the scales of a linear's input channels, which AWQ chooses.
@@ -73,10 +79,21 @@ class Decision(NamedTuple):
     Attributes:
       scheme: the module's scheme. None if the module is not quantized.
       source: the file, its key, and the name or the pattern that decided.
+      labelled: whether only the name of an algorithm says that activations are quantized. Tools
+        give such a label to files that quantize weights alone, too.
     """
 
     scheme: CheckpointScheme
     source: str
+    labelled: bool = False
+
+    def agrees(self, other: "Decision") -> bool:
+        """Return whether two decisions say the same, or differ only because one is a label."""
+        labels = [one for one in (self, other) if one.labelled]
+        schemes = [self.scheme, other.scheme]
+        return schemes[0] == schemes[1] or any(
+            WEIGHTS_ONLY.get(label.scheme) in schemes for label in labels if label.scheme
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +124,16 @@ class Rules(Protocol):
     summary: str
     kv_cache: KVCache | None
 
-    def decide(self, module: str) -> Decision:
-        """Return how `module` is quantized.
+    @property
+    def schemes(self) -> Sequence[CheckpointScheme]:
+        """All schemes that the config declares for any module, in its order."""
+        ...
+
+    def choices(self, module: str) -> list[Decision]:
+        """Return how `module` may be quantized; the first is what the config says.
+
+        Others follow if several entries of the config mean the module. What is stored decides
+        between them.
 
         Raises:
           CheckpointError: the config quantizes the module in a way that is not supported.
@@ -138,9 +163,10 @@ class CheckpointFormat:
 
     def claims(self, quant_method: Any) -> bool:
         """Return whether `quant_method`, a value from a file, means this format."""
-        return isinstance(quant_method, str) and (
-            quant_method == self.quant_method or quant_method.startswith(self.quant_method + "_")
-        )
+        if not isinstance(quant_method, str):
+            return False
+        lower = quant_method.lower()
+        return lower == self.quant_method or lower.startswith(f"{self.quant_method}_")
 
 
 def equivalent_names(module: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Plan and read FP8 weights whose scales are those of blocks.
 
 A module holds ``weight`` float8_e4m3fn ``[n, k]`` and its scales, one for each block, under one of
-`_SCALE_NAMES`: ``[n / 128, k / 128]``, with axes of length 1 in between or not, or, for MXFP8,
+`plan.SCALE_NAMES`: ``[n / 128, k / 128]``, with axes of length 1 in between or not, or, for MXFP8,
 ``[n, k / 32]``. All of them multiply. Activations stay in the model's dtype.
 
 * Linears with blocks of 128 x 128 stay in FP8: every row of a block gets the scale of the block.
@@ -22,6 +22,7 @@ from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, Region, overlap, regi
 from jax_nvfp4_moe.checkpoint.memory import aligned_empty
 from jax_nvfp4_moe.checkpoint.plan import (
     FLOATS,
+    SCALE_NAMES,
     Buffer,
     FP8Matrices,
     Index,
@@ -34,8 +35,6 @@ from jax_nvfp4_moe.numerics import fp8_blocks
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
-# "inv" is a misnomer of DeepSeek's: it multiplies as well.
-_SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
 _BLOCKS = {BlockFP8.SQUARE: fp8_blocks.SQUARE, BlockFP8.MX: fp8_blocks.MX}
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _SCALE_TYPES = {BlockFP8.SQUARE: (*FLOATS, "F8_E8M0"), BlockFP8.MX: ("U8", "F8_E8M0")}
@@ -89,10 +88,7 @@ def find_block_scheme(planner: Planner, prefix: str) -> BlockFP8 | None:
       None where the file declares another scheme, or stores floats in spite of it.
     """
     scheme = planner.checkpoint_scheme(prefix)
-    info = planner.find(f"{prefix}.weight")
-    if not isinstance(scheme, BlockFP8) or (info is not None and info.dtype in FLOATS):
-        return None
-    return scheme
+    return scheme if isinstance(scheme, BlockFP8) else None
 
 
 def plan_block_linear(
@@ -174,7 +170,7 @@ def _take(planner, module, scheme, buffer, at, shape):
 
 def _take_stored(planner, module, scheme, shape):
     """Take the values and the scales of a matrix ``[n, k]``, and return the name of its scales."""
-    names = [f"{module}.{name}" for name in _SCALE_NAMES]
+    names = [f"{module}.{name}" for name in SCALE_NAMES]
     scale = next((name for name in names if name in planner.tensors), names[0])
     n, k = shape
     rows, columns = fp8_blocks.grid_shape(n, k, _BLOCKS[scheme])

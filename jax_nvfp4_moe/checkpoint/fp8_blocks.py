@@ -11,34 +11,30 @@ Source: https://github.com/NVIDIA/Model-Optimizer, `examples/deepseek/deepseek_v
 """
 
 import dataclasses
-import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax_nvfp4_moe.checkpoint.config_keys import FP8_KEYS, MODELOPT_KEYS, find_unknown_keys
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.formats import (
-    CheckpointFormat,
-    Decision,
-    KVCache,
-    Rules,
-    equivalent_names,
-    names_in,
-    parents,
-)
-from jax_nvfp4_moe.checkpoint.modelopt import ALGORITHMS, MODELOPT
+from jax_nvfp4_moe.checkpoint.exclusions import Exclusions
+from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, KVCache, Rules, names_in
+from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
+from jax_nvfp4_moe.checkpoint.modelopt import ALGORITHMS, MODELOPT, read_activations
 from jax_nvfp4_moe.checkpoint.modelopt import parse as parse_modelopt
+from jax_nvfp4_moe.checkpoint.transforms import find_transforms
 from jax_nvfp4_moe.numerics.fp8_blocks import SQUARE, BlockFP8
-from jax_nvfp4_moe.scheme import Scheme
+from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme
 
 _EXCLUSIONS = ("modules_to_not_convert", "ignored_layers")
 EXPERT_ALGORITHM = "moe_quant_algo"
 _ROUTED = ".experts."
+_OWN = (FP8_KEYS.read | FP8_KEYS.harmless.keys()) - MODELOPT_KEYS.read
 
 
 class BlockFP8Rules:
     """`formats.Rules` of linears and experts in FP8 with scales of blocks."""
 
-    kv_cache: KVCache | None = None
+    schemes = (BlockFP8.SQUARE,)
 
     def __init__(self, section: Mapping[str, Any], source: str):
         self.source = source
@@ -55,20 +51,21 @@ class BlockFP8Rules:
             raise CheckpointError(
                 [f"{source}: fmt: {quoted(section['fmt'])} is not supported; supported: e4m3"]
             )
-        self._excluded = {
-            name: f"{source}: {key} {quoted(name)}"
+        self.kv_cache = read_kv_cache(section, source, multiply_by_reciprocal=True)
+        self._excluded = [
+            Exclusions(
+                names_in(section, key, source), f"{source}: {key}", wildcards_match_parents=True
+            )
             for key in _EXCLUSIONS
-            for name in names_in(section, key, source)
-        }
+        ]
 
-    def decide(self, module: str) -> Decision:
+    def choices(self, module: str) -> list[Decision]:
         """Return how `module` is quantized: like all others, unless it is excluded."""
-        for name in equivalent_names(module):
-            for whole in (name, *parents(name)):
-                for pattern, source in self._excluded.items():
-                    if fnmatch.fnmatchcase(whole, pattern):
-                        return Decision(None, source)
-        return Decision(BlockFP8.SQUARE, f"{self.source}: quant_method fp8")
+        for excluded in self._excluded:
+            found = excluded.find(module)
+            if found:
+                return [Decision(None, found)]
+        return [Decision(BlockFP8.SQUARE, f"{self.source}: quant_method fp8")]
 
 
 class ExpertRules:
@@ -80,26 +77,39 @@ class ExpertRules:
         out remain what they are in the file without it.
     """
 
-    kv_cache: KVCache | None = None
-
-    def __init__(self, base: BlockFP8Rules, scheme: Scheme, algorithm: str, manifest: Rules | None):
+    def __init__(self, base: BlockFP8Rules, experts: "_Experts", manifest: Rules | None):
         self.source = manifest.source if manifest else base.source
-        self.summary = f"{base.summary}, experts in {algorithm}"
+        self.summary = f"{base.summary}, experts in {experts.algorithm}"
+        self.kv_cache: KVCache | None = base.kv_cache
+        self.schemes: Sequence[CheckpointScheme] = (*base.schemes, experts.scheme)
         self.manifest = manifest
-        self._base, self._scheme, self._algorithm = base, scheme, algorithm
+        self._base, self._experts = base, experts
 
     def with_manifest(self, manifest: Rules) -> "ExpertRules":
         """Return the rules of the same file with what another place says of NVFP4."""
-        return ExpertRules(self._base, self._scheme, self._algorithm, manifest)
+        return ExpertRules(self._base, self._experts, manifest)
 
-    def decide(self, module: str) -> Decision:
+    def choices(self, module: str) -> list[Decision]:
         """Return how `module` is quantized: in NVFP4, or as the base says."""
         if self.manifest is not None:
-            listed = self.manifest.decide(module)
-            return self._base.decide(module) if listed.scheme is None else listed
+            listed = self.manifest.choices(module)
+            return self._base.choices(module) if listed[0].scheme is None else listed
         if _ROUTED in f"{module}.":
-            return Decision(self._scheme, f"{self.source}: {EXPERT_ALGORITHM} {self._algorithm}")
-        return self._base.decide(module)
+            return [self._experts.decide(module, self.source)]
+        return self._base.choices(module)
+
+
+class _Experts:
+    """The algorithm of experts that were quantized again, and what is said of their activations."""
+
+    def __init__(self, section: Mapping[str, Any], algorithm: str, scheme: Scheme, source: str):
+        self.algorithm, self.scheme = algorithm, scheme
+        self._activations = read_activations(section, source)
+
+    def decide(self, module: str, source: str) -> Decision:
+        """Return how an expert is quantized."""
+        decision = Decision(self.scheme, f"{source}: {EXPERT_ALGORITHM} {self.algorithm}")
+        return self._activations.refine(module, decision)
 
 
 def parse(section: Mapping[str, Any], source: str) -> BlockFP8Rules | ExpertRules:
@@ -108,7 +118,13 @@ def parse(section: Mapping[str, Any], source: str) -> BlockFP8Rules | ExpertRule
     Raises:
       CheckpointError: a field is not valid, or its value is not supported.
     """
-    base = BlockFP8Rules(section, source)
+    problems = find_unknown_keys(section, FP8_KEYS, source) + find_transforms(section, source)
+    try:
+        base = BlockFP8Rules(section, source)
+    except CheckpointError as error:
+        raise CheckpointError([*problems, *error.problems]) from None
+    if problems:
+        raise CheckpointError(problems)
     algorithm = section.get(EXPERT_ALGORITHM)
     if algorithm is None:
         return base
@@ -120,8 +136,10 @@ def parse(section: Mapping[str, Any], source: str) -> BlockFP8Rules | ExpertRule
                 f"{', '.join(known)}"
             ]
         )
-    manifest = parse_modelopt(section, source) if section.get("quantized_layers") else None
-    return ExpertRules(base, known[algorithm], algorithm, manifest)
+    experts = _Experts(section, algorithm, known[algorithm], source)
+    listed = {key: value for key, value in section.items() if key not in _OWN}
+    manifest = parse_modelopt(listed, source) if section.get("quantized_layers") else None
+    return ExpertRules(base, experts, manifest)
 
 
 FP8_BLOCKS = CheckpointFormat(

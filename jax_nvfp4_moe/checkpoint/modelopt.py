@@ -11,13 +11,22 @@ Source: https://github.com/NVIDIA/Model-Optimizer
 """
 
 import bisect
-import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jax_nvfp4_moe.checkpoint.config_keys import (
+    ARGUMENT_KEYS,
+    MODELOPT_FILE_KEYS,
+    MODELOPT_GROUP_KEYS,
+    MODELOPT_KEYS,
+    MODELOPT_LAYER_KEYS,
+    find_unknown_keys,
+)
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.exclusions import Exclusions
 from jax_nvfp4_moe.checkpoint.formats import (
+    WEIGHTS_ONLY,
     CheckpointFormat,
     Decision,
     KVCache,
@@ -30,7 +39,10 @@ from jax_nvfp4_moe.checkpoint.formats import (
     parents,
     shards,
 )
+from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
 from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
+from jax_nvfp4_moe.checkpoint.target_groups import Targets, names_of
+from jax_nvfp4_moe.checkpoint.transforms import find_transforms
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -46,78 +58,105 @@ ALGORITHMS: Mapping[str, CheckpointScheme] = {
     "FP8_PB_WO": BlockFP8.SQUARE,
     "MXFP8": BlockFP8.MX,
 }
+# An algorithm that quantizes activations -> the algorithm of the same weights that does not.
+WEIGHTS_ONLY_NAMES: Mapping[str, str] = {"NVFP4": "W4A16_NVFP4"}
 # What `declaration` writes; the rest is read alone.
 _WRITTEN = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _SUPPORTED = ", ".join((*ALGORITHMS, MIXED))
-_WILDCARD = re.compile(r"[*?\[]")
+_EXCLUSIONS = ("exclude_modules", "ignore", "modules_to_not_convert")
+# Options of a config, of an entry of quantized_layers or of a group -> why they are refused.
+_UNSUPPORTED = {
+    "has_zero_point": "every kernel of this package reads numbers without zero points",
+    "lora_rank": "it adds a low-rank product to linears, which no module here computes",
+    "clamp_val": "it clamps activations, which no module here does",
+    "use_meta_recipe": "it clamps activations, which no module here does",
+    "output_activations": "no module here rounds the outputs of a linear",
+}
 _VISION = frozenset({"vision_tower", "vision_model", "visual"})
 # Before this version, ModelOpt's exclusion lists hold parts of names, which match anywhere in a
 # name. From this version on, they hold whole names and wildcards.
 _FIRST_WITH_WILDCARDS = (0, 39)
 
 
-class _Exclusions:
-    """The modules that a config excludes: by name with everything inside them, or by wildcard.
+class _Activations:
+    """Tells by ``config_groups`` which modules have activations that are quantized.
 
-    Args:
-      patterns: the entries of the config's list.
-      parts_match: whether an entry matches anywhere in a module's name.
-      source: the file and the key of the list, for messages.
+    ModelOpt repeats the algorithm there. Files whose ``quant_algo`` is NVFP4 have groups without
+    ``input_activations`` if they quantize weights alone.
     """
 
-    def __init__(self, patterns: Iterable[str], parts_match: bool, source: str):
-        self._source = source
-        self._names = frozenset(p for p in patterns if not _WILDCARD.search(p))
-        wild = [p for p in patterns if _WILDCARD.search(p)]
-        # Exporters write hundreds of patterns "NAME*". A set of their beginnings finds a match in
-        # one look-up per length; matching every pattern against every module would be slow.
-        self._beginnings = frozenset(p[:-1] for p in wild if not _WILDCARD.search(p[:-1]))
-        self._lengths = sorted({len(beginning) for beginning in self._beginnings})
-        self._wildcards = [
-            (re.compile(fnmatch.translate(p)), p) for p in wild if p[:-1] not in self._beginnings
+    def __init__(self, groups: Mapping[str, Mapping[str, Any]], source: str):
+        found = [
+            (name, target)
+            for name, group in groups.items()
+            for target in names_in(group, "targets", f"{source}: {quoted(name)}") or ("Linear",)
         ]
-        self._parts = [f".{name}." for name in self._names] if parts_match else []
+        self._names = [name for name, _ in found]
+        self._targets = Targets([target for _, target in found], source)
+        self._groups, self._source = groups, source
 
-    def find(self, module: str) -> str | None:
-        """Return the entry that excludes `module`, as the file spells it, or None."""
-        found = next(filter(None, map(self._match, equivalent_names(module))), None)
-        return found and f"{self._source} {quoted(found)}"
+    def refine(self, module: str, decision: Decision) -> Decision:
+        """Return the decision of an algorithm with what the module's group says of activations."""
+        if decision.scheme not in WEIGHTS_ONLY:
+            return decision
+        found = self._targets.find(module) or [
+            entry for parent in parents(module) for entry in self._targets.by_name(names_of(parent))
+        ]
+        bits = 4 if isinstance(decision.scheme, Scheme) else 8
+        names = (self._names[entry] for entry in found)
+        name = next((name for name in names if self._bits(name) == bits), None)
+        if name is None:
+            return decision._replace(labelled=True)
+        if self._groups[name].get("input_activations"):
+            return decision
+        source = f"{decision.source}; {self._source}: {quoted(name)}: no input_activations"
+        return Decision(WEIGHTS_ONLY[decision.scheme], source)
 
-    def _match(self, name):
-        """Return the entry that matches the name, or the name of a module that contains it."""
-        for whole in (name, *parents(name)):
-            if whole in self._names:
-                return whole
-        for length in self._lengths:
-            if name[:length] in self._beginnings:
-                return f"{name[:length]}*"
-        # Only whole components match. Otherwise an excluded router "mlp.gate" would exclude
-        # "mlp.gate_proj" too.
-        for part in self._parts:
-            if part in f".{name}.":
-                return part.strip(".")
-        return next((pattern for regex, pattern in self._wildcards if regex.match(name)), None)
+    def _bits(self, name) -> Any:
+        """Return the bits of a group's weights. Groups of another algorithm have other bits."""
+        return (self._groups[name].get("weights") or {}).get("num_bits")
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether no group quantizes activations."""
+        groups = self._groups.values()
+        return bool(groups) and all(
+            group.get("weights") and not group.get("input_activations") for group in groups
+        )
 
 
 class ModelOptRules:
     """Applies one algorithm to all modules that are not excluded; implements `formats.Rules`."""
 
     def __init__(
-        self, source: str, summary: str, exclusions: _Exclusions, kv_cache: KVCache | None
+        self,
+        source: str,
+        summary: str,
+        exclusions: Exclusions,
+        kv_cache: KVCache | None,
+        activations: _Activations,
     ):
         self.source = source
         self.summary = summary
         self.kv_cache = kv_cache
+        self.weights_only = activations.weights_only
         self._exclusions = exclusions
+        self._activations = activations
 
-    def decide(self, module: str) -> Decision:
+    @property
+    def schemes(self) -> Sequence[CheckpointScheme]:
+        """All schemes that the config declares for any module."""
+        declared = ALGORITHMS[self.summary]
+        return (WEIGHTS_ONLY.get(declared, declared) if self.weights_only else declared,)
+
+    def choices(self, module: str) -> list[Decision]:
         """Return how `module` is quantized. Excluded modules and vision towers are not."""
         excluded = self._exclusions.find(module)
         if excluded:
-            return Decision(None, excluded)
+            return [Decision(None, excluded)]
         if not _VISION.isdisjoint(module.split(".")):
-            return Decision(None, "vision is never quantized")
-        return self._decide(module)
+            return [Decision(None, "vision is never quantized")]
+        return [self._activations.refine(module, self._decide(module))]
 
     def _decide(self, module) -> Decision:
         return Decision(ALGORITHMS[self.summary], f"{self.source}: quant_algo {self.summary}")
@@ -132,14 +171,22 @@ class MixedRules(ModelOptRules):
     def __init__(
         self,
         source: str,
-        exclusions: _Exclusions,
+        exclusions: Exclusions,
         kv_cache: KVCache | None,
+        activations: _Activations,
         layers: Mapping[str, Any],
     ):
-        super().__init__(source, MIXED, exclusions, kv_cache)
+        super().__init__(source, MIXED, exclusions, kv_cache, activations)
         self._layers = {clean_name(key): entry for key, entry in layers.items()}
         self._sorted = sorted(self._layers)
         self._parsed: dict[str, Decision] = {}
+
+    @property
+    def schemes(self) -> Sequence[CheckpointScheme]:
+        """All schemes that the table declares for any module."""
+        entries = [entry for entry in self._layers.values() if isinstance(entry, dict)]
+        named = dict.fromkeys(_upper(entry.get("quant_algo")) for entry in entries)
+        return [ALGORITHMS[name] for name in named if name in ALGORITHMS]
 
     def _decide(self, module):
         """Return the decision of the table.
@@ -194,6 +241,7 @@ class MixedRules(ModelOptRules):
         entry = self._layers[key]
         if not isinstance(entry, dict):
             raise CheckpointError([f"{source}: expected an object, got {quoted(entry)}"])
+        problems = find_unknown_keys(entry, MODELOPT_LAYER_KEYS, source)
         algorithm = _algorithm(entry, source)
         if algorithm is None:
             return Decision(None, source)
@@ -204,6 +252,9 @@ class MixedRules(ModelOptRules):
                     f"{why_refused(algorithm)}; supported: {', '.join(ALGORITHMS)}"
                 ]
             )
+        problems += _find_options(entry, source)
+        if problems:
+            raise CheckpointError(problems)
         checkpoint_scheme = ALGORITHMS[algorithm]
         if isinstance(checkpoint_scheme, Scheme):
             _check_group_size(entry, source)
@@ -215,7 +266,8 @@ def parse(section: Mapping[str, Any], source: str) -> ModelOptRules | None:
 
     Args:
       section: ``quantization_config`` of ``config.json``, or ``quantization`` of
-        ``hf_quant_config.json`` with ``producer`` added.
+        ``hf_quant_config.json`` with ``producer`` added. The former may also hold the contents of
+        ``hf_quant_config.json``.
       source: the file and the key of the config, for messages.
 
     Returns:
@@ -223,39 +275,120 @@ def parse(section: Mapping[str, Any], source: str) -> ModelOptRules | None:
 
     Raises:
       CheckpointError: the algorithm is missing, unknown or not supported, or a field is not valid.
+        The error lists all problems.
     """
+    section = _flatten(section, source)
     if "quant_algo" not in section:
         raise CheckpointError([f"{source}: quant_algo: missing; supported: {_SUPPORTED}"])
     algorithm = _algorithm(section, source)
     if algorithm is None:
         return None
-    key = "ignore" if section.get("ignore") else "exclude_modules"
-    excluded = (
-        *names_in(section, "exclude_modules", source),
-        *names_in(section, "ignore", source),
-    )
-    parts_match = _version(section) < _FIRST_WITH_WILDCARDS
-    exclusions = _Exclusions(excluded, parts_match, f"{source}: {key}")
-    kv_cache = _kv_cache(section, source)
-    if algorithm == MIXED:
-        layers = object_in(section, "quantized_layers", source)
-        if not layers:
-            raise CheckpointError([f"{source}: {MIXED} needs quantized_layers, which is empty"])
-        return MixedRules(source, exclusions, kv_cache, layers)
-    if algorithm not in ALGORITHMS:
+    if algorithm not in (*ALGORITHMS, MIXED):
         raise CheckpointError(
             [
                 f"{source}: quant_algo {quoted(algorithm)} is not supported"
                 f"{why_refused(algorithm)}; supported: {_SUPPORTED}"
             ]
         )
-    if isinstance(ALGORITHMS[algorithm], Scheme):
-        _check_group_sizes(section, source)
-    return ModelOptRules(source, algorithm, exclusions, kv_cache)
+    problems = find_unknown_keys(section, MODELOPT_KEYS, source)
+    problems += [*find_transforms(section, source), *_find_options(section, source)]
+    try:
+        rules = _read_rules(section, algorithm, source)
+    except CheckpointError as error:
+        raise CheckpointError([*problems, *error.problems]) from None
+    if problems:
+        raise CheckpointError(problems)
+    return rules
+
+
+def _read_rules(section, algorithm, source) -> ModelOptRules:
+    """Return the rules of a config with a supported algorithm."""
+    fp4 = isinstance(ALGORITHMS.get(algorithm), Scheme)
+    groups = _read_groups(section, source, fp4)
+    if fp4:
+        _check_group_size(section, source)
+    key = next((key for key in _EXCLUSIONS if section.get(key)), _EXCLUSIONS[0])
+    excluded = [name for key in _EXCLUSIONS for name in names_in(section, key, source)]
+    parts_match = _version(section) < _FIRST_WITH_WILDCARDS
+    exclusions = Exclusions(excluded, f"{source}: {key}", parts_match=parts_match)
+    kv_cache = read_kv_cache(section, source, multiply_by_reciprocal=True)
+    activations = _Activations(groups, f"{source}: config_groups")
+    if algorithm != MIXED:
+        return ModelOptRules(source, algorithm, exclusions, kv_cache, activations)
+    layers = object_in(section, "quantized_layers", source)
+    if not layers:
+        raise CheckpointError([f"{source}: {MIXED} needs quantized_layers, which is empty"])
+    return MixedRules(source, exclusions, kv_cache, activations, layers)
+
+
+def read_activations(section: Mapping[str, Any], source: str) -> _Activations:
+    """Read what ``config_groups`` says of the activations of modules in NVFP4."""
+    return _Activations(_read_groups(section, source, True), f"{source}: config_groups")
+
+
+def _flatten(section, source) -> Mapping[str, Any]:
+    """Return a config with the contents of ``quantization`` beside its other keys."""
+    inner = object_in(section, "quantization", source)
+    outer = {key: value for key, value in section.items() if key != "quantization"}
+    problems = [
+        f"{source}: {key} {quoted(outer[key])}, but quantization: {key} {quoted(value)}"
+        for key, value in inner.items()
+        if key in outer and outer[key] != value
+    ]
+    if problems:
+        raise CheckpointError(problems)
+    return {**outer, **inner}
+
+
+def _find_options(section, source) -> list[str]:
+    """Return a problem for each option that changes the function and is not supported."""
+    return [
+        f"{source}: {key} {quoted(section[key])} is not supported: {why}"
+        for key, why in _UNSUPPORTED.items()
+        if section.get(key)
+    ]
+
+
+def _read_groups(section, source, fp4) -> dict[str, Mapping[str, Any]]:
+    """Return ``config_groups`` after checking the keys of each group.
+
+    Args:
+      section: the config.
+      source: as for `parse`.
+      fp4: whether all modules are NVFP4, so that groups must have its block size.
+    """
+    problems, found = [], {}
+    groups = object_in(section, "config_groups", source)
+    for name in groups:
+        place = f"{source}: config_groups: {quoted(name)}"
+        try:
+            found[name] = group = object_in(groups, name, f"{source}: config_groups")
+            problems += find_unknown_keys(group, MODELOPT_GROUP_KEYS, place)
+            problems += _find_options(group, place)
+            for key in ("weights", "input_activations"):
+                arguments = object_in(group, key, place)
+                problems += find_unknown_keys(arguments, ARGUMENT_KEYS, f"{place}: {key}")
+                problems += _find_asymmetry(arguments, f"{place}: {key}")
+            if fp4:
+                _check_group_size(object_in(group, "weights", place), place)
+        except CheckpointError as error:
+            problems += error.problems
+    if problems:
+        raise CheckpointError(problems)
+    return found
+
+
+def _find_asymmetry(arguments, source) -> list[str]:
+    if arguments.get("symmetric", True) is False:
+        return [f"{source}: symmetric false is not supported: {_UNSUPPORTED['has_zero_point']}"]
+    return []
 
 
 def parse_file(contents: Mapping[str, Any]) -> ModelOptRules | None:
     """Parse the contents of ``hf_quant_config.json``; otherwise as `parse`."""
+    problems = find_unknown_keys(contents, MODELOPT_FILE_KEYS, QUANT_FILE)
+    if problems:
+        raise CheckpointError(problems)
     section = object_in(contents, "quantization", QUANT_FILE)
     return parse({"producer": contents.get("producer"), **section}, f"{QUANT_FILE}: quantization")
 
@@ -330,34 +463,11 @@ def _bits(algorithm):
     return {"input_activations": bits, "weights": bits}
 
 
-def _kv_cache(section, source) -> KVCache | None:
-    """Read ``kv_cache_quant_algo`` of the file, or ``kv_cache_scheme`` of ``config.json``."""
-    algorithm = section.get("kv_cache_quant_algo")
-    if isinstance(algorithm, str):
-        return KVCache(
-            algorithm.upper(), f"{source}: kv_cache_quant_algo", multiply_by_reciprocal=True
-        )
-    scheme = object_in(section, "kv_cache_scheme", source)
-    if not scheme:
-        return None
-    kind, bits = scheme.get("type"), scheme.get("num_bits")
-    algorithm = "FP8" if (kind, bits) == ("float", 8) else f"{kind} of {bits} bits"
-    return KVCache(algorithm, f"{source}: kv_cache_scheme", multiply_by_reciprocal=True)
-
-
-def _check_group_sizes(section, source):
-    """Check the group size of the config and of each of its groups."""
-    _check_group_size(section, source)
-    for name, group in object_in(section, "config_groups", source).items():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict):
-            _check_group_size(weights, f"{source}: config_groups: {name}")
-
-
 def _check_group_size(section, source):
     """Check the group size if there is one. Some exporters leave it out."""
-    if section.get("group_size") is not None:
-        check_group_size(section["group_size"], source)
+    for key in ("group_size", "awq_block_size"):
+        if section.get(key) is not None:
+            check_group_size(section[key], source)
 
 
 def _algorithm(section, source):
@@ -373,6 +483,10 @@ def _algorithm(section, source):
             ]
         )
     return algorithm.upper()
+
+
+def _upper(algorithm):
+    return algorithm.upper() if isinstance(algorithm, str) else ""
 
 
 def _version(section):

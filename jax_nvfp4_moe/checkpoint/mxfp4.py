@@ -4,45 +4,49 @@
 become NVFP4 when they are read, see `mxfp4_experts`.
 """
 
-import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.formats import (
-    CheckpointFormat,
-    Decision,
-    KVCache,
-    equivalent_names,
-    names_in,
-    parents,
-)
+from jax_nvfp4_moe.checkpoint.config_keys import MXFP4_KEYS, find_unknown_keys
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.exclusions import Exclusions
+from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, names_in
+from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT
+from jax_nvfp4_moe.checkpoint.transforms import find_transforms
 from jax_nvfp4_moe.scheme import Scheme
 
 _EXPERTS = "experts"
+_EXCLUDED = "modules_to_not_convert"
 
 
 class MXFP4Rules:
     """`formats.Rules` of experts in MXFP4: weights only."""
 
-    kv_cache: KVCache | None = None
+    schemes = (Scheme.W4A16,)
 
     def __init__(self, section: Mapping[str, Any], source: str):
         self.source = source
         self.summary = "MXFP4"
-        self._excluded = names_in(section, "modules_to_not_convert", source)
+        problems = find_unknown_keys(section, MXFP4_KEYS, source)
+        problems += find_transforms(section, source)
+        if problems:
+            raise CheckpointError(problems)
+        self.kv_cache = read_kv_cache(section, source, multiply_by_reciprocal=True)
+        self._excluded = Exclusions(
+            names_in(section, _EXCLUDED, source),
+            f"{source}: {_EXCLUDED}",
+            wildcards_match_parents=True,
+        )
 
-    def decide(self, module: str) -> Decision:
+    def choices(self, module: str) -> list[Decision]:
         """Return how `module` is quantized: not, unless it is an expert's or the experts' own."""
-        for name in equivalent_names(module):
-            for whole in (name, *parents(name)):
-                for pattern in self._excluded:
-                    if fnmatch.fnmatchcase(whole, pattern):
-                        key = f"{self.source}: modules_to_not_convert"
-                        return Decision(None, f"{key} {pattern!r}")
+        excluded = self._excluded.find(module)
+        if excluded:
+            return [Decision(None, excluded)]
         if _EXPERTS not in module.split("."):
-            return Decision(None, f"{self.source}: quant_method mxfp4 means experts alone")
-        return Decision(Scheme.W4A16, f"{self.source}: quant_method mxfp4, cast to NVFP4")
+            return [Decision(None, f"{self.source}: quant_method mxfp4 means experts alone")]
+        return [Decision(Scheme.W4A16, f"{self.source}: quant_method mxfp4, cast to NVFP4")]
 
 
 MXFP4 = CheckpointFormat(

@@ -5,27 +5,38 @@ wrong with the headers. The second reads the tensors into the buffers of the pla
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import ml_dtypes
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.formats import (
     CHANNEL_SCALE,
     FP8_INPUT_SCALE,
     FP8_SCALE,
+    WEIGHTS_ONLY,
     Decision,
     TensorNames,
 )
+from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
+from jax_nvfp4_moe.checkpoint.stored_forms import (
+    FLOATS,
+    StoredForm,
+    Weight,
+    find_forms,
+    form_of,
+)
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
-FLOATS = ("BF16", "F16", "F32", "F64")
 INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "BOOL")
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
@@ -34,6 +45,10 @@ _F32 = np.dtype(np.float32)
 # scales may have.
 _CALIBRATED = (Scheme.W4A4, FP8ActivationScaling.STATIC)
 _SCALE_TYPES = {Scheme: ["F32"], FP8ActivationScaling: FLOATS}
+# The names of the scales of FP8 values. "inv" is a misnomer of DeepSeek's: it multiplies as well.
+SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
+# The scheme of blocks that are stored but not declared.
+_OF_BLOCKS = {StoredForm.BLOCKS: BlockFP8.SQUARE, StoredForm.MXFP8: BlockFP8.MX}
 
 # Whether modules with a calibrated scheme must have input scales, may have them, or are read
 # without them.
@@ -147,8 +162,8 @@ class Planner:
         `options.LoadOptions`.
       problems: sentences for a `CheckpointError`.
       notes: a fact for the log -> how often it was noted.
-      warnings: as `notes`, for facts that the user should know: the file and its configuration
-        differ.
+      warnings: a kind of difference between the configs and what is stored -> the modules that
+        have it and a sentence about the first of them.
       taken: the names of the tensors that a plan uses or ignores on purpose.
       decisions: module -> how it is quantized and what decided that, for every module that a plan
         asked for. The experts of a layer are one entry, ``PREFIX.experts.*``.
@@ -163,23 +178,43 @@ class Planner:
         self.input_scales = input_scales
         self.problems: list[str] = []
         self.notes: dict[str, int] = {}
-        self.warnings: dict[str, int] = {}
+        self.warnings: dict[str, tuple[set[str], str]] = {}
         self.taken: set[str] = set()
         self.decisions: dict[str, Decision] = {}
         self.nbytes = 0
 
-    @property
+    @functools.cached_property
     def names(self) -> TensorNames:
-        """The names of a quantized linear's tensors."""
-        return self.quant.names
+        """The names of a quantized linear's tensors: those of the config, if the file has them.
+
+        Tools convert files, and leave the config of another tool behind.
+        """
+        own, packed = self.quant.names, COMPRESSED_TENSORS.names.packed
+        second = MODELOPT.names.weight_global
+        endings = {name.rpartition(".")[2] for name in self.tensors.names()}
+        if second in endings and packed not in endings:
+            found = MODELOPT.names
+        elif packed in endings and second not in endings:
+            found = COMPRESSED_TENSORS.names
+        else:
+            return own
+        if found != own and self.quant.format is not None:
+            said = self.quant.format.name
+            self.warn(
+                "names",
+                "",
+                f"the config is that of {said}, but tensors have names such as "
+                f"{found.packed} and {found.weight_global}: they are read by their names",
+            )
+        return found
 
     def note(self, fact: str) -> None:
         """Count `fact` for the log."""
         self.notes[fact] = self.notes.get(fact, 0) + 1
 
-    def warn(self, fact: str) -> None:
-        """Count `fact` for a warning."""
-        self.warnings[fact] = self.warnings.get(fact, 0) + 1
+    def warn(self, kind: str, module: str, sentence: str) -> None:
+        """Keep a sentence about `module` for the log. Of each kind, the first sentence is shown."""
+        self.warnings.setdefault(kind, (set(), sentence))[0].add(module)
 
     def find(self, name: str) -> TensorInfo | None:
         """Return what the header says about the tensor `name`, or None if it does not exist."""
@@ -214,18 +249,105 @@ class Planner:
                 self.taken.add(name)
                 self.note(reason)
 
-    def decide(self, module: str) -> Decision:
-        """Return how `module` is quantized. Errors of the config are added to the problems."""
+    def decide(
+        self, module: str, forms: Sequence[StoredForm], calibrated: Callable[[], bool]
+    ) -> Decision:
+        """Return how `module` is quantized: what is stored decides, and then the configs.
+
+        A difference between them becomes a warning. Errors of the configs are problems.
+
+        Args:
+          module: the module.
+          forms: the forms that its stored weight may have. Without any, the configs decide alone.
+          calibrated: tells whether the module has an input scale.
+        """
         try:
-            return self.quant.decide(module)
+            choices = self.quant.choices(module)
         except CheckpointError as error:
             self.problems += error.problems
             return Decision(None, str(error))
+        fitting = [choice for choice in choices if not forms or form_of(choice.scheme) in forms]
+        if fitting:
+            return self._without_label(module, fitting[0])
+        declared = choices[0]
+        if StoredForm.DENSE in forms:
+            source = f"stored dense, but declared quantized ({declared.source})"
+            if declared.scheme is not BlockFP8.SQUARE:  # the tensors tell which linears are FP8
+                self.warn(
+                    f"stored dense, declared {declared.scheme}",
+                    module,
+                    f"{quoted(module)} is stored in floats but declared {declared.scheme} "
+                    f"({declared.source}): it stays in floats",
+                )
+            return Decision(None, source)
+        scheme = self._scheme_of(forms, calibrated)
+        said = declared.scheme or "dense"
+        self.warn(
+            f"stored {forms[0]}, declared {said}",
+            module,
+            f"{quoted(module)} holds {forms[0]} but is declared {said} ({declared.source}): what "
+            f"is stored decides, and it is read as {scheme}",
+        )
+        return Decision(scheme, f"holds {forms[0]}, but declared {said} ({declared.source})")
+
+    def _scheme_of(self, forms, calibrated) -> CheckpointScheme:
+        """Return the scheme of a module whose stored form is not the declared one."""
+        form = forms[0]
+        if form in _OF_BLOCKS:
+            return _OF_BLOCKS[form]
+        declared = [scheme for scheme in self.quant.schemes if form_of(scheme) is form]
+        if form is StoredForm.NVFP4:
+            only_weights = bool(declared) and Scheme.W4A4 not in declared
+            return Scheme.W4A4 if calibrated() and not only_weights else Scheme.W4A16
+        scheme = declared[0] if declared else FP8ActivationScaling.STATIC
+        static = scheme is FP8ActivationScaling.STATIC
+        return FP8ActivationScaling.WEIGHTS if static and not calibrated() else scheme
+
+    def _without_label(self, module, decision) -> Decision:
+        """Return a decision; of weights only if a mere label says more, and no scale is stored."""
+        if not decision.labelled or form_of(decision.scheme) in self._calibrated_forms:
+            return decision
+        scheme = WEIGHTS_ONLY[decision.scheme]
+        self.warn(
+            f"labelled {decision.scheme}",
+            module,
+            f"{quoted(module)} is labelled {decision.scheme} ({decision.source}), but the file "
+            f"stores no input scale for any such module: activations are not rounded ({scheme})",
+        )
+        return Decision(scheme, f"{decision.source}, but no input scale is stored")
+
+    @functools.cached_property
+    def _calibrated_forms(self) -> frozenset[StoredForm]:
+        """The forms of weights that have an input scale anywhere in the file."""
+        kinds = {"U8": StoredForm.NVFP4, "F4": StoredForm.NVFP4, "F8_E4M3": StoredForm.FP8}
+        found = set()
+        for name in self.tensors.names():
+            stem = name.removesuffix(FP8_INPUT_SCALE)
+            if stem == name:
+                continue
+            weight = self.find(f"{stem}weight") or self.find(stem[:-1])
+            found.add(kinds.get(weight.dtype) if weight else None)
+        return frozenset(filter(None, found))
+
+    def forms(self, module: str) -> tuple[StoredForm, ...]:
+        """Return the forms that the stored weight of a linear may have; see `find_forms`."""
+        names = self.names
+        packed = self.find(f"{module}.{names.packed}")
+        if packed is not None and packed.dtype not in ("F8_E4M3", *FLOATS):
+            return find_forms(Weight(packed, self.find(f"{module}.{names.block_scale}")))
+        scales = (self.find(f"{module}.{name}") for name in SCALE_NAMES)
+        return find_forms(Weight(self.find(f"{module}.weight"), next(filter(None, scales), None)))
+
+    def has_input_scale(self, module: str) -> bool:
+        """Return whether the file has an input scale for a linear."""
+        names = (self.names.input_global, FP8_INPUT_SCALE)
+        return any(f"{module}.{name}" in self.tensors for name in names)
 
     def checkpoint_scheme(self, module: str) -> CheckpointScheme:
-        """Return the scheme of `module`, and record the decision in `decisions`."""
-        self.decisions[module] = self.decide(module)
-        return self.decisions[module].scheme
+        """Return the scheme of a linear, and record the decision in `decisions`."""
+        decision = self.decide(module, self.forms(module), lambda: self.has_input_scale(module))
+        self.decisions[module] = decision
+        return decision.scheme
 
     def check_blocks(self, module: str, **sizes: int) -> None:
         """Add a problem for each of `sizes` that is not a multiple of 16."""
@@ -272,11 +394,6 @@ class Planner:
           dtype: the dtype of dense arrays. None keeps the dtype of the file.
         """
         checkpoint_scheme = self.checkpoint_scheme(prefix)
-        if checkpoint_scheme is not None and self._is_dense(prefix):
-            self.note("modules declared quantized are stored dense and stay dense")
-            source = f"stored dense, but declared quantized ({self.decisions[prefix].source})"
-            self.decisions[prefix] = Decision(None, source)
-            checkpoint_scheme = None
         plan = LinearPlan(checkpoint_scheme)
         if checkpoint_scheme is None:
             plan.dense = self._dense(prefix, n, k, dtype)
@@ -326,61 +443,14 @@ class Planner:
         tensor_slice = TensorSlice("", place, ())
         self.input_scale(matrices, f"{module}.{FP8_INPUT_SCALE}", tensor_slice, checkpoint_scheme)
 
-    def cache_scale(self, prefix: str, name: str, heads: int) -> Buffer:
-        """Plan the scales with which an attention module stores its keys or values in FP8.
-
-        Args:
-          prefix: the attention module.
-          name: "k" or "v".
-          heads: the number of key and value heads.
-
-        Returns:
-          A buffer float32 ``[heads]``. It has no slice if the file has no such scale.
-        """
-        buffer = Buffer((heads,), _F32)
-        for place in (f"{name}_proj.{name}_scale", f"{name}_scale", f"attn.{name}_scale"):
-            found = f"{prefix}.{place}"
-            if found in self.tensors:
-                lengths = [(1,) * axes for axes in range(4)]
-                lengths += [(heads, *(1,) * axes) for axes in range(3)]
-                info = self.take(found, FLOATS, *lengths)
-                single = info is None or math.prod(info.shape) == 1
-                buffer.slices.append(TensorSlice(found, shape=() if single else (heads,)))
-                break
-        return buffer
-
     def _dense(self, prefix, n, k, dtype):
         """Plan the weight of a linear that is declared dense."""
         name = f"{prefix}.weight"
-        info = self.find(name)
-        if self._is_quantized(prefix):
-            self.taken.update(self.tensors.under(f"{prefix}."))
-            return Buffer((n, k), np.dtype(dtype or _F32))
-        if info is not None:
+        if self.find(name) is not None:
             self.ignore(
                 [f"{prefix}.{self.names.input_global}"], "input scales of dense modules are ignored"
             )
         return self.array(name, (n, k), dtype)
-
-    def _is_quantized(self, prefix) -> bool:
-        """Return whether `prefix`, which is declared dense, is stored quantized.
-
-        If it is, a problem is added.
-        """
-        stored = self.find(f"{prefix}.{self.names.packed}") or self.find(f"{prefix}.weight")
-        scaled = f"{prefix}.{self.names.block_scale}" in self.tensors
-        held = {"U8": "NVFP4 codes", "F8_E4M3": "FP8 values"}.get(stored.dtype if stored else "")
-        if held is None or not scaled:
-            return False
-        source = self.decisions[prefix].source
-        self.problems.append(f"{quoted(prefix)} holds {held} but is declared dense ({source})")
-        return True
-
-    def _is_dense(self, prefix):
-        """Return whether the weight of `prefix` is stored in a float dtype without block scales."""
-        info = self.find(f"{prefix}.weight")
-        scaled = f"{prefix}.{self.names.block_scale}" in self.tensors
-        return info is not None and info.dtype in FLOATS and not scaled
 
     def _matrices(self, prefix, n, k, checkpoint_scheme):
         """Plan the weight of a linear in NVFP4."""

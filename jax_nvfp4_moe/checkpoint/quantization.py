@@ -19,13 +19,19 @@ from jax_nvfp4_moe.checkpoint.fp8_blocks import (
     FP8_WITH_NVFP4_EXPERTS,
     ExpertRules,
 )
-from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
+from jax_nvfp4_moe.checkpoint.modelopt import (
+    MODELOPT,
+    QUANT_FILE,
+    WEIGHTS_ONLY_NAMES,
+    parse_file,
+)
 from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
 from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
 FORMATS = (MODELOPT, COMPRESSED_TENSORS, MXFP4, FP8_BLOCKS)
 _SECTIONS = ("quantization_config", "compression_config")  # the latter in old llm-compressor files
+_MODELOPT_KEYS = frozenset({"quant_algo", "quantization"})  # of no other format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +46,7 @@ class QuantConfig:
 
     format: CheckpointFormat | None = None
     rules: tuple[Rules, ...] = ()
-    _known: dict[str, Decision] = dataclasses.field(default_factory=dict, compare=False)
+    _known: dict[str, list[Decision]] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def names(self) -> TensorNames:
@@ -52,8 +58,17 @@ class QuantConfig:
         """What the checkpoint declares about the KV cache. None if it declares nothing."""
         return next((rules.kv_cache for rules in self.rules if rules.kv_cache), None)
 
+    @property
+    def schemes(self) -> list[CheckpointScheme]:
+        """All schemes that the configs declare for any module, in their order."""
+        return list(dict.fromkeys(scheme for rules in self.rules for scheme in rules.schemes))
+
     def decide(self, module: str) -> Decision:
-        """Return how `module` is quantized, and what decided that.
+        """Return what the configs say about `module`: the first of its `choices`."""
+        return self.choices(module)[0]
+
+    def choices(self, module: str) -> list[Decision]:
+        """Return how `module` may be quantized, and what decided that; see `formats.Rules`.
 
         Args:
           module: the module, such as "model.layers.0.self_attn.q_proj".
@@ -70,16 +85,18 @@ class QuantConfig:
         return self.decide(module).scheme
 
     def _agreed(self, module):
-        """Return the decision on which all rules agree."""
+        """Return the choices on which all rules agree."""
         if not self.rules:
-            return Decision(None, "no quantization config")
-        said = {rules.source: rules.decide(module) for rules in self.rules}
-        if len({decision.scheme for decision in said.values()}) > 1:
+            return [Decision(None, "no quantization config")]
+        said = {rules.source: rules.choices(module) for rules in self.rules}
+        # Of a label and of a config that describes activations, the latter decides.
+        first, *others = sorted(said.values(), key=lambda choices: choices[0].labelled)
+        if not all(first[0].agrees(other[0]) for other in others):
             each = "; ".join(
-                f"{source} says {decision.scheme or 'dense'}" for source, decision in said.items()
+                f"{source} says {choices[0].scheme or 'dense'}" for source, choices in said.items()
             )
             raise CheckpointError([f"{quoted(module)}: the quantization configs disagree: {each}"])
-        return next(iter(said.values()))
+        return first
 
 
 def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> QuantConfig:
@@ -96,11 +113,12 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
     found: list[tuple[CheckpointFormat, Rules | None]] = []
     for read in (_from_file, _from_config):
         try:
-            found += read(pathlib.Path(folder), config)
+            found.extend(read(pathlib.Path(folder), config))
         except CheckpointError as error:
             problems += error.problems
     found = _with_manifests(found)
-    if not problems and len({_verdict(format, rules) for format, rules in found}) > 1:
+    verdicts = [_verdicts(format, rules) for format, rules in found]
+    if not problems and verdicts and not set.intersection(*verdicts):
         problems.append(
             "the quantization configs disagree: "
             + "; ".join(_describe(format, rules) for format, rules in found)
@@ -129,14 +147,19 @@ def _from_file(folder, _):
 
 
 def _from_config(_, config):
-    """Yield the format and the rules of ``config.json`` if it has a quantization config."""
+    """Yield the format and the rules of each quantization config in ``config.json``.
+
+    The config of a multimodal model may hold one beside ``text_config`` and one inside, which must
+    agree.
+    """
     holders = [("", config), *((f"{key}: ", config.get(key)) for key in TEXT_CONFIGS)]
+    seen: list[Any] = []
     for place, holder in holders:
         for key in _SECTIONS:
             section = holder.get(key) if isinstance(holder, dict) else None
-            if section is not None:
+            if section is not None and section not in seen:
+                seen.append(section)
                 yield _parse_section(section, f"{CONFIG}: {place}{key}")
-                return
 
 
 def _parse_section(section, source):
@@ -144,6 +167,10 @@ def _parse_section(section, source):
     if not isinstance(section, dict):
         raise CheckpointError([f"{source}: expected an object, got {quoted(section)}"])
     method = section.get("quant_method")
+    if method is None and not _MODELOPT_KEYS.isdisjoint(section):
+        method = MODELOPT.quant_method  # the contents of hf_quant_config.json
+    elif method is None and "config_groups" in section:
+        method = COMPRESSED_TENSORS.quant_method
     for format in FORMATS:
         if format.claims(method):
             return format, format.parse(section, source)
@@ -156,9 +183,14 @@ def _parse_section(section, source):
     )
 
 
-def _verdict(format, rules):
-    """Return what two configs must agree on; None if the config quantizes nothing."""
-    return None if rules is None else (format.name, rules.summary)
+def _verdicts(format, rules) -> set:
+    """Return what two configs must agree on, in all spellings; None for one that does nothing."""
+    if rules is None:
+        return {None}
+    summaries = [rules.summary]
+    if getattr(rules, "weights_only", False):
+        summaries.append(WEIGHTS_ONLY_NAMES.get(rules.summary, rules.summary))
+    return {(format.name, summary) for summary in summaries}
 
 
 def _describe(format, rules):

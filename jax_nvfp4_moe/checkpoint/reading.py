@@ -288,7 +288,8 @@ class Reader:
     def cache_scale(self, prefix: str, name: str, buffer: Buffer) -> np.ndarray:
         """Read the scales with which an attention module stores its keys or values in FP8.
 
-        A scale that is missing, or not a positive finite number, becomes 1.
+        A scale that is missing, or not a positive finite number of normal size, becomes 1. Numbers
+        below the smallest normal float32 are 0 on many devices.
 
         Args:
           prefix: the attention module, for messages.
@@ -298,10 +299,11 @@ class Reader:
         scale = self.read(buffer)
         if not buffer.slices:
             scale[...] = 1
-        valid = np.isfinite(scale) & (scale > 0)
+        valid = np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny)
         if not valid.all():
             log.warning(
-                "%s: a scale of the KV cache (%s) is not a positive finite number and becomes 1",
+                "%s: a scale of the KV cache (%s) is not a positive finite number of normal size "
+                "and becomes 1",
                 prefix,
                 name,
             )

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.cache_scales import CacheScalePlanner
 from jax_nvfp4_moe.checkpoint.dense_experts import (
     DenseExpertPlan,
     FP8ExpertPlan,
@@ -131,6 +132,7 @@ class WeightTable:
         self._checkpoint, self._options = checkpoint, options or LoadOptions()
         self._planner = Planner(checkpoint.tensors, checkpoint.quant, self._options.input_scales)
         self._headers = Headers(self._planner.names.divides)
+        self._cache_scales = CacheScalePlanner(self._planner, str(checkpoint.folder))
         self.requests = Requests()
         self._unknown_experts: list[str] = []
 
@@ -185,7 +187,7 @@ class WeightTable:
 
     def warn(self, fact: str) -> None:
         """Note `fact` for a warning, which `check` writes to the log."""
-        self._planner.warn(fact)
+        self._planner.warn(fact, fact, fact)
 
     def array(
         self,
@@ -215,8 +217,11 @@ class WeightTable:
         info = self._planner.find(name)
         if keeps_bfloat16 and info is not None and info.dtype == "BF16":
             dtype = jnp.bfloat16
-        if info is not None and info.dtype in ("U8", "F8_E4M3") and name.endswith(".weight"):
-            return self._dequantized(name.removesuffix(".weight"), tuple(shape), dtype)
+        module = name.removesuffix(".weight")
+        packed = f"{module}.{self._planner.names.packed}" in self._planner.tensors
+        quantized = info.dtype in ("U8", "F8_E4M3") if info else packed
+        if quantized and module != name:
+            return self._dequantized(module, tuple(shape), dtype)
         buffer = self._planner.array(name, tuple(shape), dtype, stored)
         return self._source(name, lambda reader: reader.array(buffer))
 
@@ -327,7 +332,7 @@ class WeightTable:
     def cache_scales(self, prefix: str, **heads: int) -> Source | None:
         """Find the scales with which an attention module stores keys and values in FP8.
 
-        A scale that the file lacks, or that is not a positive finite number, is 1.
+        A scale that the file lacks, or that is not a positive finite number of normal size, is 1.
 
         Args:
           prefix: the attention module, such as "model.layers.0.self_attn".
@@ -346,9 +351,7 @@ class WeightTable:
                 "model's dtype"
             )
             return None
-        buffers = {
-            name: self._planner.cache_scale(prefix, name, count) for name, count in heads.items()
-        }
+        buffers = self._cache_scales.plan(prefix, heads)
 
         def read(reader):
             scales = {name: reader.cache_scale(prefix, name, b) for name, b in buffers.items()}
@@ -383,12 +386,15 @@ class WeightTable:
                 count_drafting_layers(checkpoint.config),
             ),
         ]
+        cache = checkpoint.quant.kv_cache
+        self._cache_scales.report(cache and cache.source, scopes, num_layers)
+        for modules, sentence in planner.warnings.values():
+            others = f", and so for {len(modules) - 1} other modules" if len(modules) > 1 else ""
+            log.warning("%s: %s%s", checkpoint.folder, sentence, others)
         if problems:
             raise CheckpointError(problems, str(checkpoint.folder))
         for fact, count in planner.notes.items():
             log.info("%s: %s (%d)", checkpoint.folder, fact, count)
-        for fact, count in planner.warnings.items():
-            log.warning("%s: %s%s", checkpoint.folder, fact, f" ({count})" if count > 1 else "")
         return planner.nbytes
 
     def raise_problems(self) -> None:
@@ -412,9 +418,7 @@ class WeightTable:
         """
         checkpoint = self._checkpoint
         with progress(show, self._planner.nbytes, label) as advance:
-            yield Reader(
-                checkpoint.tensors, checkpoint.quant.names, advance, str(checkpoint.folder)
-            )
+            yield Reader(checkpoint.tensors, self._planner.names, advance, str(checkpoint.folder))
 
     def _source(self, name, read, checkpoint_scheme=None) -> Source:
         """Return a source whose value has the shapes from the headers."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jax_nvfp4_moe.checkpoint.cache_scales import find_part
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.key_mapping import CANONICAL, KeyMapping
@@ -36,7 +37,6 @@ _KNOWN_EXTRAS = tuple(
         ),
         (r"(^|\.)(multi_modal_projector|embed_vision|audio_tower|embed_audio)\.", _PROJECTOR),
         (r"(^|\.)rotary_emb\.inv_freq$", "rotary frequencies, which are computed"),
-        (r"[._](k|v|q|kv|attn|prob)_scale$|\.(k|v|kv)_proj\.output_scale$", "KV-cache scales"),
     )
 )
 
@@ -78,8 +78,10 @@ def find_unexpected_keys(
             yield f"{quoted(info.name)} ({quoted(info.file)}): {info} is not part of the model"
         elif num_layers is not None and _own_layer(name) >= num_layers + drafting:
             planner.warn(
+                "layers left out",
+                name,
                 f"tensors left out, of which {drafting} layers predict further tokens by "
-                f"{_DRAFTING[0]} in the config: {extra}"
+                f"{_DRAFTING[0]} in the config: {extra}",
             )
         else:
             planner.note(f"tensors left out: {extra}")
@@ -105,6 +107,8 @@ def known_extra(name: str, num_layers: int | None) -> str | None:
       name: the canonical name of the tensor.
       num_layers: the number of layers in the config, or None.
     """
+    if find_part(name) is not None:
+        return "KV-cache scales"
     layer = _own_layer(name)
     for pattern, what in _KNOWN_EXTRAS:
         if pattern.search(name) and not (layer >= 0 and what in _OF_OTHER_MODULES):

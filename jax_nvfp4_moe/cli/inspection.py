@@ -158,7 +158,7 @@ def _decided(decisions) -> Iterator[tuple[str, ...]]:
     Equal modules of different layers share a row.
     """
     counts: dict[tuple[str, ...], int] = {}
-    for module, (scheme, source) in decisions.items():
+    for module, (scheme, source, _) in decisions.items():
         row = any_layer(module), str(scheme or "not quantized"), any_layer(source)
         counts[row] = counts.get(row, 0) + 1
     yield "module in the file", "count", "scheme", "declared by"

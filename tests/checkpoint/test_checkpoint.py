@@ -31,6 +31,7 @@ from checkpoint_edits import (
 
 from jax_nvfp4_moe.checkpoint import CheckpointError, LoadOptions, open_checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
+from jax_nvfp4_moe.scheme import Scheme
 
 
 @pytest.mark.parametrize("name", QWEN)
@@ -273,27 +274,50 @@ def test_experts_of_another_type_than_declared(tmp_path):
         assert params.gate_up.dtype == ml_dtypes.bfloat16
 
 
-def test_experts_that_are_excluded_or_absent(tmp_path):
+def test_experts_that_are_excluded_or_absent(tmp_path, caplog):
     folder = edited(
         tmp_path, W4A16, lambda t: None, ignore=["*.experts*"], exclude_modules=["*.experts*"]
     )
-    (problem,) = problems_of(folder, build_moe, MOE)[:1]
-    assert problem.startswith(f"'{EXPERTS}': experts are declared dense")
+    assert load_moe(folder).checkpoint_scheme == "w4a16"
+    assert f"'{EXPERTS}.0.gate_proj' holds NVFP4 codes but is declared dense" in caplog.text
+    assert "exclude_modules '*.experts*'" in caplog.text
+    assert "and so for 47 other modules" in caplog.text
     (problem,) = problems_of(folder, lambda w: w.experts("model.none", 16, 256, 128), MOE)[:1]
     assert problem.startswith(
         "'model.none': the file has no experts there; expected tensors such as model.none.0.down"
     )
 
 
-def test_experts_that_differ_in_scheme(tmp_path):
+def test_experts_without_the_scales_of_their_codes(tmp_path):
+    def edit(tensors):
+        for name in [n for n in tensors if EXPERTS in n and n.endswith("weight_scale")]:
+            del tensors[name]
+
+    excluded = ["*.experts*"]
+    folder = edited(tmp_path, W4A16, edit, ignore=excluded, exclude_modules=excluded)
+    (problem,) = problems_of(folder, build_moe, MOE)[:1]
+    assert problem.startswith(f"'{EXPERTS}': experts are declared dense")
+    assert "stored as U8, without the scales" in problem
+
+
+def test_one_expert_that_is_declared_dense(tmp_path, caplog):
     one = [f"{EXPERTS}.3.up_proj"]
     folder = edited(tmp_path, W4A16, lambda t: None, ignore=one, exclude_modules=one)
-    problems = problems_of(folder, build_moe, MOE)
+    given, found = load_moe(GIVEN / W4A16), load_moe(folder)
+    np.testing.assert_array_equal(found.params.gate_up.packed, given.params.gate_up.packed)
+    assert f"'{one[0]}' holds NVFP4 codes but is declared dense" in caplog.text
+
+
+def test_experts_that_differ_in_scheme(tmp_path):
+    layers = {f"{EXPERTS}.{e}": {"quant_algo": "W4A16_NVFP4"} for e in range(16)}
+    layers[f"{EXPERTS}.3"] = {"quant_algo": "NVFP4"}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "config_groups": {}}
+    problems = problems_of(edited(tmp_path, W4A4, lambda t: None, **mixed), build_moe, MOE)
     assert (
         f"'{EXPERTS}': all experts of a layer must have one scheme, but they differ: "
         in problems[-1]
     )
-    assert f"'{EXPERTS}.3.up_proj' dense" in problems[-1]
+    assert f"'{EXPERTS}.3.gate_proj' w4a4" in problems[-1]
 
 
 def test_a_linear_declared_nvfp4_but_stored_dense_stays_dense(tmp_path):
@@ -311,13 +335,29 @@ def test_a_linear_declared_nvfp4_but_stored_dense_stays_dense(tmp_path):
     assert linear.weight.dtype == ml_dtypes.bfloat16
 
 
-def test_a_linear_declared_dense_but_stored_nvfp4_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "scheme"), [(W4A4, Scheme.W4A4), (W4A16, Scheme.W4A16), (CT, Scheme.W4A4)]
+)
+def test_a_linear_declared_dense_but_stored_nvfp4_is_nvfp4(tmp_path, caplog, name, scheme):
     one = ["model.layers.0.self_attn.q_proj"]
-    folder = edited(tmp_path, W4A4, lambda t: None, ignore=one, exclude_modules=one)
-    (problem,) = problems_of(folder)
-    assert problem.startswith(
-        f"'{one[0]}' holds NVFP4 codes but is declared dense (hf_quant_config"
-    )
+    lists = {"ignore": one} if name == CT else {"ignore": one, "exclude_modules": one}
+    with open_checkpoint(edited(tmp_path, name, lambda t: None, **lists)) as checkpoint:
+        linear = load(checkpoint, build_model)[3]
+    assert linear.checkpoint_scheme is scheme
+    assert f"'{one[0]}' holds NVFP4 codes but is declared dense (" in caplog.text
+    assert f"it is read as {scheme}" in caplog.text
+
+
+def test_stored_codes_win_over_a_declaration_of_fp8(tmp_path, caplog):
+    one = "model.layers.0.self_attn.q_proj"
+    layers = {one: {"quant_algo": "FP8"}, f"{EXPERTS}": {"quant_algo": "NVFP4"}}
+    layers |= {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    with open_checkpoint(edited(tmp_path, W4A4, lambda t: None, **mixed)) as checkpoint:
+        linear = load(checkpoint, build_model)[3]
+    assert linear.checkpoint_scheme is Scheme.W4A4
+    assert f"'{one}' holds NVFP4 codes but is declared fp8 (" in caplog.text
+    assert "'model.layers.0.self_attn.o_proj' holds NVFP4 codes but is declared" in caplog.text
 
 
 def test_sizes_that_blocks_do_not_divide():

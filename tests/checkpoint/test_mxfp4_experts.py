@@ -253,11 +253,17 @@ def test_sizes_that_are_no_whole_blocks_are_named(tmp_path):
     [{}, {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["x.*"]}}],
     ids=["no config", "excluded"],
 )
-def test_experts_must_be_declared(tmp_path, config):
-    folder = write_stacked(tmp_path / "m", draw())
+def test_stored_mxfp4_wins_over_a_declaration_of_dense(tmp_path, config, caplog):
+    made = draw()
+    folder = write_stacked(tmp_path / "m", made)
+    with open_checkpoint(folder) as checkpoint:
+        expected = load(checkpoint, build_stacked).params
     (folder / "config.json").write_text(json.dumps(config))
-    (found,) = problems_of(folder, build_stacked, run=check)
-    assert "stored in MXFP4 but declared dense" in found
+    with open_checkpoint(folder) as checkpoint:
+        found, scheme = load(checkpoint, build_stacked)
+    assert scheme is Scheme.W4A16
+    np.testing.assert_array_equal(found.gate_up.dequantize(), expected.gate_up.dequantize())
+    assert "'x.experts': experts are stored in MXFP4 but declared dense (" in caplog.text
 
 
 def test_schemes_that_need_input_scales_are_refused():

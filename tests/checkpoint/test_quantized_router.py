@@ -63,12 +63,23 @@ def test_a_router_in_fp8_has_its_values_times_its_scale(tmp_path):
     np.testing.assert_array_equal(router(folder), expected)
 
 
-def test_a_router_that_is_declared_dense_but_stored_quantized_is_refused(tmp_path):
+def test_a_router_that_is_declared_dense_but_stored_quantized(tmp_path, caplog):
+    values = np.random.default_rng(0).integers(0, 256, (16, 128)).astype(np.uint8)
+
     def store(tensors):
-        tensors[f"{GATE}.weight"] = np.zeros((16, 128), np.uint8)
-        tensors[f"{GATE}.weight_scale"] = np.zeros((16, 16), ml_dtypes.float8_e4m3fn)
+        tensors[f"{GATE}.weight"] = values
+        tensors[f"{GATE}.weight_scale"] = np.ones((16, 16), ml_dtypes.float8_e4m3fn)
+        tensors[f"{GATE}.weight_scale_2"] = np.float32(0.5)
 
     folder = edited(tmp_path, W4A4, store)
     assert "gate" in json.dumps(json.loads((folder / "hf_quant_config.json").read_text()))
-    with pytest.raises(ValueError, match=r"mlp.gate' holds NVFP4 codes but is declared dense"):
-        router(folder)
+    expected = tool_weight(read_all(folder), GATE, divides=False)
+    np.testing.assert_array_equal(router(folder), expected)
+    assert f"'{GATE}' holds NVFP4 codes but is declared dense" in caplog.text
+
+    def store_half(tensors):
+        store(tensors)
+        del tensors[f"{GATE}.weight_scale_2"]
+
+    with pytest.raises(ValueError, match=r"mlp.gate.weight_scale_2' is missing"):
+        router(edited(tmp_path, W4A4, store_half))
