@@ -195,7 +195,7 @@ class Attention(HeadParallel):
     def __init__(self, config: Llama4Config, layer: int, make: Builder, path: str):
         """Make the attention of `layer` with the heads of one shard."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
-        h, bias = config.hidden, config.attention_bias
+        h, bias = config.hidden, config.attention_bias or "denied"
         self.config, self.dtype = config, make.settings.dtype
         self.target = make.settings.target
         shape = (config.num_kv_heads, config.head_dim)

@@ -11,7 +11,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ from jax_nvfp4_moe.parallel.shard_spec import (
 )
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
+# Whether a linear has a bias. None takes one if the file has it. So does "denied", with a warning,
+# because the configuration says that there is none.
+Bias = bool | None | Literal["denied"]
 Values = Mapping[str, Any]  # name of a source -> value that was read for it
 
 
@@ -276,14 +279,14 @@ class Builder:
 
         return self._note(path, {"": source}, construct, {"": spec})
 
-    def linear(self, path: str, n: int, k: int, bias: bool | None = False) -> Any:
+    def linear(self, path: str, n: int, k: int, bias: Bias = False) -> Any:
         """Make the linear layer at `path`, quantized or unquantized as in the file.
 
         Args:
           path: path of the layer.
           n: number of outputs of one shard.
           k: number of inputs of one shard.
-          bias: whether the layer has a bias. None takes one if the file has it. Defaults to False.
+          bias: whether the layer has a bias, see `Bias`. Defaults to False.
         """
         return self.converted_linear(path, n, k, lambda linear: linear, bias)
 
@@ -293,7 +296,7 @@ class Builder:
         n: int,
         k: int,
         convert: Callable[[Any], Any],
-        bias: bool | None = False,
+        bias: Bias = False,
     ) -> Any:
         """Make the module ``convert(linear)`` for the linear layer at `path`.
 
@@ -318,7 +321,7 @@ class Builder:
         path: str,
         k: int,
         rows: Mapping[str, int],
-        bias: bool | None | Mapping[str, bool | None] = False,
+        bias: Bias | Mapping[str, Bias] = False,
     ) -> MergedLinear:
         """Make linear layers that read the same input, joined if their formats allow it.
 
@@ -415,7 +418,12 @@ class Builder:
         """Return the source of a linear layer, with the sizes of all shards together."""
         parts = spec.parts if spec else 1
         rows, columns = (1, parts) if spec and spec.axis == "columns" else (parts, 1)
-        return self._table.linear(self.key(path), n * rows, k * columns, bias=bias)
+        denied = bias == "denied"
+        name, bias = self.key(path), None if denied else bias
+        source = self._table.linear(name, n * rows, k * columns, bias=bias)
+        if denied and source.value.bias is not None:
+            self.warn("the file stores biases that the configuration denies; they are used")
+        return source
 
     def _note(self, path, sources, construct, specs=None):
         """Note a part, and return it, abstract, with the shapes of all shards together."""

@@ -33,7 +33,7 @@ class GQAConfig:
       eps: epsilon of the norms of queries and keys.
       rope: rotation of queries and keys; None if the layer has no position embedding.
       bias: whether the projections of queries, keys and values have a bias. None means that they
-        have one if the checkpoint contains it. False by default.
+        have one if the checkpoint contains it. So does False, the default, with a warning.
       out_bias: as `bias`, for the output projection.
       normalize: "heads" normalizes each query head and each key head by itself. "whole" normalizes
         all query heads as one vector and all key heads as another. "rotated" normalizes each head
@@ -110,8 +110,9 @@ class Attention(HeadParallel):
         projections = {"q": 2 * rows if config.gated else rows, "k": kv_rows}
         if not config.values_from_keys:
             projections["v"] = kv_rows
-        self.qkv = make.merged_linear(f"{path}.qkv", h, projections, config.bias)
-        self.out = make.linear(f"{path}.out", h, rows, config.out_bias)
+        bias, out_bias = ("denied" if b is False else b for b in (config.bias, config.out_bias))
+        self.qkv = make.merged_linear(f"{path}.qkv", h, projections, bias)
+        self.out = make.linear(f"{path}.out", h, rows, out_bias)
         if config.sinks:
             self.sinks = make.variable(f"{path}.sinks", (config.num_heads,), dtype=jnp.float32)
         if config.normalize is not None:

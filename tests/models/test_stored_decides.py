@@ -259,10 +259,44 @@ def test_layers_that_the_config_does_not_declare_are_told(tmp_path, caplog, decl
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp.visual.weight", "mtp.weight", "self_attn.q_proj.bias", "mlp.gate.bias", "scalar"]
+    "name",
+    ["mlp.visual.weight", "mtp.weight", "mlp.experts.0.up_proj.bias", "mlp.gate.bias", "scalar"],
 )
 def test_a_part_of_a_layer_is_never_left_out(tmp_path, name):
     tensor = f"model.layers.1.{name}"
     folder = edited(tmp_path, W4A4, lambda t: t.update({tensor: np.zeros(256, np.float32)}))
     with pytest.raises(CheckpointError, match=f"'{tensor}'.*is not part of the model"):
         load_model(folder)
+
+
+@pytest.mark.parametrize("module", ["q_proj", "v_proj", "o_proj"])
+def test_a_bias_that_the_config_denies_is_used(tmp_path, caplog, module):
+    """A stored bias takes part, as where the configuration names it."""
+    name = f"model.layers.1.self_attn.{module}.bias"
+    rows = {"q_proj": 256, "v_proj": 128, "o_proj": 256}
+
+    def edit(value, modules):
+        def change(tensors):
+            for layer in range(2):
+                for one in modules:
+                    bias = f"model.layers.{layer}.self_attn.{one}.bias"
+                    tensors[bias] = np.zeros(rows.get(one, 128), np.float32)
+            tensors[name] = np.full(rows[module], value, np.float32)
+
+        return change
+
+    found = logits(edited(tmp_path, W4A16, edit(0.5, [])))
+    (told,) = warnings(caplog)
+    assert "the file stores biases that the configuration denies; they are used" in told
+    every = ("q_proj", "k_proj", "v_proj", "o_proj")
+    named = set_config(edited(tmp_path, W4A16, edit(0.5, every)), attention_bias=True)
+    np.testing.assert_allclose(found, logits(named), atol=1e-5)
+    assert np.abs(found - logits(GIVEN / W4A16)).max() > 1e-2
+
+
+def test_a_correction_bias_that_the_config_denies_is_used(tmp_path, caplog):
+    source = CHECKPOINTS / "lfm2_moe-modelopt-w4a16"
+    folder = copy_with_config(source, tmp_path / "m", use_expert_bias=False)
+    model, plain = (load_model(one, dtype=jnp.float32) for one in (folder, source))
+    assert any("use_expert_bias is false" in one for one in warnings(caplog))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(plain))
