@@ -43,6 +43,15 @@ def empty_entries(
     }
 
 
+def group_channels(x: Float[Array, "... w"], width: int) -> Float[Array, "... n d"]:
+    """Return the channels of each token as heads of `width` channels.
+
+    The number of heads is computed from the channels, and not from the size of the array, which is
+    0 if there are no tokens.
+    """
+    return x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
+
+
 class KeysAndValues(nnx.Module):
     """Keys and values of one attention layer, in the model's dtype or rounded to FP8.
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.nn.attention import group_channels
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.intermediates import record
@@ -96,7 +97,7 @@ class Indexer(nnx.Module):
           weights of the heads ``[b, t, heads]``.
         """
         q = spread(self.queries(latent), positions)
-        q = q.reshape(*positions.shape, self.sizes.heads, -1)
+        q = group_channels(q, self.sizes.head_dim)
         weight, bias = self.norm_weight.get_value(), self.norm_bias.get_value()
         k = layer_normalize(spread(self.keys(x), positions), weight, bias, _EPS)[:, :, None, :]
         weights = spread(self._weigh(x), positions)

@@ -76,7 +76,8 @@ class Span(NamedTuple):
     def of(cls, positions: Int32[Array, "b t"]) -> "Span":
         """Return the span of tokens whose positions ascend by 1, with padding behind them."""
         count = jnp.sum(positions < PADDING, axis=1, dtype=jnp.int32)
-        start = jnp.where(count > 0, positions[:, 0], 0)
+        first = jnp.sum(positions[:, :1], axis=1, dtype=jnp.int32)  # 0 if there are no tokens
+        start = jnp.where(count > 0, first, 0)
         return cls(start, start + count)
 
 
@@ -170,7 +171,8 @@ class KeyPool(nnx.Module):
         base = (first - before) * rate
         recent = Recent.extend(old[f"{self.name}_tokens"], base, new, positions)
         count = (t + rate - 1) // rate  # so many windows may become full
-        windows = recent.tokens[:, : (count + before) * rate].reshape(b, count + before, rate, -1)
+        windows = recent.tokens[:, : (count + before) * rate]
+        windows = windows.reshape(b, count + before, rate, windows.shape[2])
         index = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
         keys = self._pool(windows, index)
         full = (index + 1) * rate <= span.end[:, None]
