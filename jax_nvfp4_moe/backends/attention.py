@@ -184,8 +184,8 @@ def _visible_blocks(positions, s, window, chunk):
         first = positions - window + 1
     if chunk is not None:
         first = jnp.maximum(first, positions // chunk * chunk)
-    low = jnp.min(jnp.where(real, jnp.clip(first, 0, s), s))
-    high = jnp.max(jnp.where(real, jnp.minimum(positions + 1, s), 0))
+    low = jnp.min(jnp.where(real, jnp.clip(first, 0, s), s), initial=s)  # if there are no queries
+    high = jnp.max(jnp.where(real, jnp.minimum(positions + 1, s), 0), initial=0)
     return low // _KEYS, (high + _KEYS - 1) // _KEYS
 
 
