@@ -330,7 +330,7 @@ def _score(head, x, *, target):
     if isinstance(head, DenseLinear) and head.bias is None:
         return dense(x, head.weight.get_value(), target=target)
     if isinstance(head, FP8Linear):
-        return head(x, dtype=jnp.float32)
+        return head.in_float32(x)
     if isinstance(head, nnx.Module):
         return head(x).astype(jnp.float32)
     return dense(x, head.get_value(), target=target)

@@ -141,12 +141,13 @@ class KeysAndValues(nnx.Module):
             return {}
         return {**self.scale_options, "multiply_by_reciprocal": self.multiply_by_reciprocal}
 
-    def widen(self, dtype: Any, **kept: Float[Array, "b m s d"]) -> Mapping[str, Array]:
-        """Return what `append` returned, times the scale of each head in `dtype`."""
+    def widen(self, **kept: Float[Array, "b m s d"]) -> Mapping[str, Array]:
+        """Return what `append` returned, times the scale of each head in the module's dtype."""
         if self.scales is None:
             return kept
         return {
-            name: widen(value, self.scales[name].get_value(), dtype) for name, value in kept.items()
+            name: widen(value, self.scales[name].get_value(), self.dtype)
+            for name, value in kept.items()
         }
 
     def rounded(self, **values: Float[Array, "b m s d"]) -> Mapping[str, Array]:

@@ -67,7 +67,7 @@ class BlockSparseAttention(Attention):
         if self.config.rope is not None:
             index = [rotate(part, positions, self.config.rope) for part in index]
         seen, kept = self.kv.append(entries, positions, k=k, v=v)
-        seen = self.kv.widen(q.dtype, **seen)  # `block_attention` reads no FP8
+        seen = self.kv.widen(**seen)  # `block_attention` reads no FP8
         seen_index, kept_index = append(entries, positions, index=index[1])
         y = block_attention(
             q,

@@ -127,7 +127,7 @@ class Indexer(nnx.Module):
     def _weigh(self, x):
         """Return the weights of the heads, in float32 also where the model is in bfloat16."""
         if isinstance(self.head_weights, FP8Linear):
-            return self.head_weights(x, dtype=jnp.float32)
+            return self.head_weights.in_float32(x)
         if not isinstance(self.head_weights, DenseLinear):
             return self.head_weights(x).astype(jnp.float32)
         record(self.head_weights, x)
