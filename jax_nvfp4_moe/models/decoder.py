@@ -192,7 +192,8 @@ class Decoder(nnx.Module):
         """Return float32 logits ``[b, t, vocab]``, and with a cache also the updated cache.
 
         Args:
-          input_ids: ``[b, t]`` of any integer dtype, from 0 to ``config.vocab_size - 1``.
+          input_ids: ``[b, t]`` of any integer dtype, from 0 to ``config.vocab_size - 1``. b and t
+            may be 0. Without tokens, the cache stays as it is.
           cache: what the model has read before. The new tokens follow in each row, and the cache
             must have room for them. None, the default, reads `input_ids` as whole sequences.
           lengths: int32 ``[b]``, the number of true tokens in each row, from 0 to t. The other

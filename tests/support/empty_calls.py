@@ -85,7 +85,7 @@ def _quantized(*shape):
 
 
 EXPERTS = testing.random_moe_params(jax.random.key(1), num_experts=4, hidden=64, intermediate=64)
-_DENSE = DenseExperts(jnp.ones((4, 128, 64)), jnp.ones((4, 64, 64)))
+_DENSE = DenseExperts(jnp.ones((4, 128, 64)) / 64, jnp.ones((4, 64, 64)) / 64)
 _MATRIX, _MATRICES = _quantized(32, 64), _quantized(3, 32, 64)
 _FP8 = FP8Tensor(jnp.ones((32, 64), FP8), jnp.ones(32))
 _ROUTER = Router(2)
