@@ -214,6 +214,7 @@ LONG_MODULES = (
     "test_default_dtype.py",
     "test_long_text.py",
     "test_cpu_kernel.py",
+    "test_no_rows.py",
     "test_cli.py",
     "test_readme.py",
     "test_parallel_models.py",

@@ -77,7 +77,7 @@ def map_queries(attend_block, q, positions, block):
     def split(x, fill):
         pad = [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2)
         x = jnp.pad(x, pad, constant_values=fill)
-        return jnp.moveaxis(x.reshape(b, -1, block, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(b, padded // block, block, *x.shape[2:]), 1, 0)
 
     queries = jax.tree.map(lambda x: split(x, 0), q)
     y = lax.map(lambda each: attend_block(*each), (queries, split(positions, PADDING)))
@@ -184,8 +184,8 @@ def _visible_blocks(positions, s, window, chunk):
         first = positions - window + 1
     if chunk is not None:
         first = jnp.maximum(first, positions // chunk * chunk)
-    low = jnp.min(jnp.where(real, jnp.clip(first, 0, s), s))
-    high = jnp.max(jnp.where(real, jnp.minimum(positions + 1, s), 0))
+    low = jnp.min(jnp.where(real, jnp.clip(first, 0, s), s), initial=s)  # if there are no queries
+    high = jnp.max(jnp.where(real, jnp.minimum(positions + 1, s), 0), initial=0)
     return low // _KEYS, (high + _KEYS - 1) // _KEYS
 
 

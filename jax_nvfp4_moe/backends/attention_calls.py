@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_nvfp4_moe.backends.attention import PADDING, widen
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.scheme import Problem
 
 # The kernel for keys and values in FP8 runs for up to FP8_ROWS rows of a key head, and for heads
@@ -29,11 +30,10 @@ def lower_prepare_heads(ffi_target, fp8_target):
             jax.ShapeDtypeStruct(keys.shape, keys.dtype),
             jax.ShapeDtypeStruct(values.shape, values.dtype),
         )
-        call = jax.ffi.ffi_call(
+        call = kernel_call(
             ffi_target if k_scale is None else fp8_target,
             outputs,
             input_output_aliases={2: 1, 3: 2},
-            vmap_method="sequential",
         )
         # The kernel reads weights of the dtype of the heads, or of float32.
         own = [
@@ -79,8 +79,10 @@ def lower_prepare_latents(ffi_target):
             jax.ShapeDtypeStruct((b, t, width - own), down.dtype),
             jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         )
-        call = jax.ffi.ffi_call(
-            ffi_target, outputs, input_output_aliases={2: 1}, vmap_method="sequential"
+        call = kernel_call(
+            ffi_target,
+            outputs,
+            input_output_aliases={2: 1},
         )
         # The kernel reads both weights in the dtype of the tokens, or both in float32.
         given = [w for w in (q_weight, kv_weight) if w is not None]
@@ -112,7 +114,7 @@ def lower_absorb_queries(ffi_target):
     def lower(q, keys, positions, *, rope, interleaved):
         b, t, n, width = q.shape
         output = jax.ShapeDtypeStruct((b * t, n, width - keys.shape[1] + keys.shape[2]), q.dtype)
-        y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(
+        y = kernel_call(ffi_target, output)(
             q.reshape(b * t, n, width),
             keys,
             positions.reshape(-1),
@@ -120,7 +122,7 @@ def lower_absorb_queries(ffi_target):
             rotation_scale=np.float32(1 if rope is None else rope.scale),
             interleaved=interleaved,
         )
-        return y.reshape(b, t, n, -1)
+        return y.reshape(b, t, n, y.shape[2])
 
     return lower
 
@@ -135,8 +137,8 @@ def lower_expand_values(ffi_target):
     def lower(x, values):
         b, t, n, k = x.shape
         output = jax.ShapeDtypeStruct((b * t, n, values.shape[1]), x.dtype)
-        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
-        return call(x.reshape(b * t, n, k), values).reshape(b, t, n, -1)
+        call = kernel_call(ffi_target, output)
+        return call(x.reshape(b * t, n, k), values).reshape(b, t, n, values.shape[1])
 
     return lower
 
@@ -220,7 +222,7 @@ def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, ch
         jax.ShapeDtypeStruct((b, t, n, dv), q.dtype),
         jax.ShapeDtypeStruct((workspace_bytes(b, t, n, m, s, dv),), jnp.uint8),
     )
-    call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+    call = kernel_call(ffi_target, outputs)
     return call(
         q,
         *entries,

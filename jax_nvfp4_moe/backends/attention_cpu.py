@@ -10,6 +10,7 @@ import jax
 
 from jax_nvfp4_moe.backends.attention import attend_to_blocks, widen
 from jax_nvfp4_moe.backends.attention_calls import encode_options, encode_sinks
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Problem
 
@@ -38,7 +39,7 @@ def _attend(
         return attend_to_blocks(q, k, v, positions, sinks, k_scale, v_scale, **options)
     k, v = widen(k, k_scale, q.dtype), widen(v, v_scale, q.dtype)
     y = jax.ShapeDtypeStruct((*q.shape[:3], width or v.shape[3]), q.dtype)
-    return jax.ffi.ffi_call(target, y, vmap_method="sequential")(
+    return kernel_call(target, y)(
         q,
         k,
         v,

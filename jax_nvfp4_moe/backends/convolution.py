@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
@@ -31,7 +32,7 @@ def causal_convolution(
     else:
         each = x.reshape(*x.shape[:-1], heads, stride)[..., : sum(widths)]
         parts = jnp.split(each, _ends(widths), axis=-1)
-        x = jnp.concatenate([part.reshape(*part.shape[:-2], -1) for part in parts], axis=-1)
+        x = jnp.concatenate([lax.collapse(part, 2) for part in parts], axis=-1)
     mixed, inputs = convolve(x, inputs, weight, positions < PADDING)
     if bias is not None:
         mixed = mixed + bias[None, None]

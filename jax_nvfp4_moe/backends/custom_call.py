@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.scheme import Scheme
 
@@ -99,7 +100,7 @@ def lower_moe(ffi_target, workspace_bytes, *, symbolic_rows=False):
             "intermediate": np.int64(params.intermediate),  # arrays may have the padded size
         }
         outputs = jax.ShapeDtypeStruct((t, h), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8)
-        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+        call = kernel_call(ffi_target, outputs)
         return call(*operands, **attributes)[0]
 
     return lower
@@ -131,7 +132,7 @@ def lower_grouped_gemm(ffi_target, workspace_bytes, *, symbolic_rows=False):
         size = workspace_bytes(m, e, n, k, dtype=x.dtype)
         attributes = {"activation_scale": ACTIVATION_SCALE[scheme]}
         outputs = jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8)
-        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+        call = kernel_call(ffi_target, outputs)
         return call(*operands, **attributes)[0]
 
     return lower
@@ -159,8 +160,9 @@ def lower_quantize(ffi_target, partials):
             jax.ShapeDtypeStruct((4 * partials if global_scale is None else 0,), jnp.uint8),
         )
         scale = jnp.zeros(0, jnp.float32) if global_scale is None else global_scale
-        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
-        return call(x, scale, scale_layout=scale_layout)[:3]
+        call = kernel_call(ffi_target, outputs)
+        packed, block_scale, own_scale, _ = call(x, scale, scale_layout=scale_layout)
+        return packed, block_scale, own_scale if global_scale is None else global_scale
 
     return lower
 
@@ -183,7 +185,7 @@ def lower_dense(ffi_target, *, rows_dtype=None):
         own = jnp.float32 if rows_dtype or dtype != x.dtype else dtype
         output = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), own)
         operands = (rows, weight) if rows_dtype else (rows, weight, _dense_bias(bias, x.dtype))
-        y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(*operands)
+        y = kernel_call(ffi_target, output)(*operands)
         if rows_dtype and bias is not None:
             y = y + bias.astype(own)[None]
         return y.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype)
@@ -213,7 +215,7 @@ def lower_dense_fp8(ffi_target):
         rows, n = x.reshape(-1, x.shape[-1]), values.shape[0]
         row_scale = jnp.zeros(0, jnp.float32) if row_scale is None else row_scale.reshape(-1)
         output = jax.ShapeDtypeStruct((rows.shape[0], n), dtype if dtype == x.dtype else np.float32)
-        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        call = kernel_call(ffi_target, output)
         y = call(rows, values, scale, row_scale, _dense_bias(bias, x.dtype))
         return y.reshape(*x.shape[:-1], n).astype(dtype)
 
@@ -235,7 +237,7 @@ def lower_add_rms_norm(ffi_target):
             jax.ShapeDtypeStruct(operand.shape, x.dtype),
             jax.ShapeDtypeStruct(rows.shape, x.dtype),
         )
-        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+        call = kernel_call(ffi_target, outputs)
         total, y = call(rows, operand, weight, eps=np.float32(eps))
         return (x if added is None else total.reshape(x.shape)), y.reshape(x.shape)
 
@@ -253,7 +255,7 @@ def lower_activate(ffi_target):
         *lead, width = gate_up.shape
         rows = gate_up.reshape(-1, width)
         output = jax.ShapeDtypeStruct((rows.shape[0], width // 2), gate_up.dtype)
-        y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(
+        y = kernel_call(ffi_target, output)(
             rows,
             activation=call.name,
             alpha=np.float32(call.alpha),
@@ -276,7 +278,7 @@ def lower_add_gated(ffi_target):
         rows = x.reshape(-1, x.shape[-1])
         operand = jnp.zeros(0, x.dtype) if gate is None else gate.reshape(-1)
         output = jax.ShapeDtypeStruct(rows.shape, x.dtype)
-        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        call = kernel_call(ffi_target, output)
         return call(rows, operand, z.reshape(rows.shape)).reshape(x.shape)
 
     return lower
@@ -293,7 +295,7 @@ def lower_add_linear_gated(ffi_target):
         rows = x.reshape(-1, x.shape[-1])
         inputs = gate_input.reshape(rows.shape[0], gate_weight.shape[0])
         output = jax.ShapeDtypeStruct(rows.shape, x.dtype)
-        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        call = kernel_call(ffi_target, output)
         return call(rows, inputs, gate_weight, z.reshape(rows.shape)).reshape(x.shape)
 
     return lower
@@ -309,7 +311,7 @@ def lower_gate_heads(ffi_target):
     def lower(x, gates):
         rows = x.reshape(-1, *x.shape[-2:])
         output = jax.ShapeDtypeStruct(rows.shape, x.dtype)
-        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        call = kernel_call(ffi_target, output)
         return call(rows, gates.reshape(-1, gates.shape[-1])).reshape(x.shape)
 
     return lower
@@ -331,7 +333,7 @@ def lower_route(ffi_target):
             jax.ShapeDtypeStruct(shape, jnp.int32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         )
-        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+        call = kernel_call(ffi_target, outputs)
         ids, weights = call(
             logits,
             bias if bias is not None and by_score else jnp.zeros(0, jnp.float32),

@@ -57,14 +57,14 @@ class Chunks(NamedTuple):
 def split_chunks(x: Float[Array, "b t m ..."], chunk: int) -> Float[Array, "n b m ..."]:
     """Return the n chunks of the tokens, ``[n, b, m, ..., chunk, width]``; pad with zeros."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
-    x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+    x = x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:])
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
 
 
 def join_chunks(x: Float[Array, "n b m ..."], t: int) -> Float[Array, "b t m ..."]:
     """Undo `split_chunks`, and return the first t tokens."""
     x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]
+    return lax.collapse(x, 1, 3)[:, :t]
 
 
 def apply_chunks(

@@ -128,7 +128,7 @@ def mix_gated_delta(
     else:
         y, state = rule(*operands, lengths=count_present(present))
     y = gated_norm(y.reshape(b, t, m * r, e), z, norm, eps, jax.nn.silu)
-    return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state
+    return y.reshape(b, t, m * r * e).astype(inputs.dtype), inputs, state
 
 
 def apply_gated_delta(q, k, v, g, beta, state, lengths=None, *, normalize, dtype):
@@ -207,9 +207,9 @@ def _split(projected, sizes, interleaved):
         _, z, ba = jnp.split(projected, [channels, channels + values], axis=-1)
         return z, *jnp.split(ba, 2, axis=-1)
     qkvz, ba = jnp.split(projected, [channels + values], axis=-1)
-    z = qkvz.reshape(*lead, m, -1)[..., 2 * d + r * e :].reshape(*lead, -1)
-    halves = jnp.split(ba.reshape(*lead, m, -1), 2, axis=-1)
-    beta, step = (half.reshape(*lead, -1) for half in halves)
+    z = qkvz.reshape(*lead, m, 2 * (d + r * e))[..., 2 * d + r * e :]
+    beta, step = jnp.split(ba.reshape(*lead, m, 2 * r), 2, axis=-1)
+    z, beta, step = (lax.collapse(part, len(lead)) for part in (z, beta, step))
     return z, beta, step
 
 

@@ -84,7 +84,7 @@ def mix_kimi_delta(
     else:
         y, state = rule(q, k, *operands, lengths=count_present(present))
     y = gated_norm(y[..., 0, :], gates, norm, eps, jax.nn.sigmoid)
-    return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state[:, :, 0]
+    return y.reshape(b, t, n * e).astype(inputs.dtype), inputs, state[:, :, 0]
 
 
 def _log_decays(decays, A_log, dt_bias, lower_bound):

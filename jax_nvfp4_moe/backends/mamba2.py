@@ -127,14 +127,14 @@ def mix_mamba2(
     dt = jax.nn.softplus(dt.astype(jnp.float32) + dt_bias[None, None, :])
     # Padding gets a step of 0, which leaves the state unchanged.
     dt = jnp.where(present[:, :, None], jnp.clip(dt, *step_limits), 0.0)
-    B, C = (part.reshape(b, t, groups, -1) for part in (B, C))
+    B, C = (part.reshape(b, t, groups, n) for part in (B, C))
     a = -jnp.exp(A_log)
     if scan is None:
         y, state = ssd_step(x, dt, a, B, C, state)
         y = y + D[None, None, :, None] * x
     else:
         y, state = scan(x, dt, a, B, C, D, state, lengths=count_present(present))
-    y = y.reshape(b, t, -1)
+    y = y.reshape(b, t, inner)
     y = _normalize(y * jax.nn.silu(gate.astype(jnp.float32)), norm, groups, eps)
     return y.astype(inputs.dtype), inputs, state
 
@@ -186,6 +186,8 @@ def ssd_chunks(
       y ``[b, t, h, p]``, and the state after the last token, ``[b, h, p, n]``.
     """
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+    if b == 0 or t == 0:
+        return x, state
     if t == 1:
         return ssd_step(x, dt, a, B, C, state)
     x = (x * dt[..., None]).reshape(b, t, g, h // g, p)
@@ -248,6 +250,6 @@ def _carry(logs, added, state):
 
 def _normalize(y, weight, groups, eps):
     """Divide the channels of each group by their root mean square; multiply by the weight."""
-    grouped = y.reshape(*y.shape[:-1], groups, -1)
+    grouped = y.reshape(*y.shape[:-1], groups, y.shape[-1] // groups)
     mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
     return (grouped * lax.rsqrt(mean + eps)).reshape(y.shape) * weight[None, None, :]

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Target
 
@@ -67,7 +68,7 @@ def _gather_rows_jvp(primals, tangents):
 
 def _read_rows_cpu(table, ids):
     rows = jax.ShapeDtypeStruct((ids.size, table.shape[1]), table.dtype)
-    call = jax.ffi.ffi_call("nvfp4_read_rows_cpu", rows, vmap_method="sequential")
+    call = kernel_call("nvfp4_read_rows_cpu", rows)
     return call(table, ids.reshape(-1)).reshape(*ids.shape, table.shape[1])
 
 
@@ -105,10 +106,9 @@ def _write_tokens(entries, positions, values):
 
 def _write_tokens_cpu(entries, positions, values):
     whole = jax.ShapeDtypeStruct(entries.shape, entries.dtype)
-    call = jax.ffi.ffi_call(
+    call = kernel_call(
         "nvfp4_write_tokens_cpu",
         whole,
-        vmap_method="sequential",
         input_output_aliases={0: 0},
     )
     return call(entries, positions, values)

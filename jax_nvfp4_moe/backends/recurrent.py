@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
@@ -156,19 +157,19 @@ def _lower_delta_rule(q, k, v, g, beta, state, lengths=None, *, normalize, dtype
     if channel_decays and r > 1:
         # The value heads of a key head share no products, so each gets a key head of its own.
         q, k = (jnp.repeat(x, r, axis=2) for x in (q, k))
-        v, g, beta = v.reshape(b, t, -1, 1, e), g.reshape(b, t, -1, 1, d), beta.reshape(b, t, -1, 1)
-        operands = q, k, v, g, beta, state.reshape(b, -1, 1, d, e), lengths
+        n = m * r
+        v, g, beta = v.reshape(b, t, n, 1, e), g.reshape(b, t, n, 1, d), beta.reshape(b, t, n, 1)
+        operands = q, k, v, g, beta, state.reshape(b, n, 1, d, e), lengths
         y, new = _lower_delta_rule(*operands, normalize=normalize, dtype=None)
         return y.reshape(b, t, m, r, e), new.reshape(state.shape)
     lengths = jnp.zeros(0, jnp.int32) if lengths is None else lengths
     size = delta_rule_workspace_bytes(b, t, m, r, channel_decays)
     workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     results = jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)
-    call = jax.ffi.ffi_call(
+    call = kernel_call(
         "nvfp4_delta_rule_cuda",
         (*results, workspace),
         input_output_aliases={6: 1},
-        vmap_method="sequential",
     )
     return tuple(call(q, k, v, g, beta, lengths, state, normalize=bool(normalize))[:2])
 
@@ -180,11 +181,10 @@ def _lower_mamba2_scan(x, dt, a, B, C, D, state, lengths=None, *, dtype):
     (b, t, heads, _), groups = x.shape, B.shape[2]
     size = mamba2_scan_workspace_bytes(b, t, groups, heads // groups)
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, x.dtype))
-    call = jax.ffi.ffi_call(
+    call = kernel_call(
         "nvfp4_mamba2_scan_cuda",
         (*results, jax.ShapeDtypeStruct((size,), jnp.uint8)),
         input_output_aliases={7: 1},
-        vmap_method="sequential",
     )
     return tuple(call(x, dt, a, B, C, D, lengths, state)[:2])
 
@@ -193,11 +193,10 @@ def _lower_convolution(x, positions, inputs, *, weight, bias, widths, first, hea
     """Lower `causal_convolution` to its FFI target."""
     parts = [jax.ShapeDtypeStruct((*x.shape[:2], heads * width), jnp.float32) for width in widths]
     missing = [jax.ShapeDtypeStruct((0,), jnp.float32)] * (_PARTS - len(parts))
-    call = jax.ffi.ffi_call(
+    call = kernel_call(
         "nvfp4_causal_convolution_cuda",
         (*parts, *missing, jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)),
         input_output_aliases={4: _PARTS},
-        vmap_method="sequential",
     )
     results = call(
         x,
@@ -226,11 +225,10 @@ def _call_in_place(ffi_target, outputs, weights, inputs, state, scratch):
         jax.ShapeDtypeStruct(state.shape, jnp.float32),
         *scratch,
     )
-    return jax.ffi.ffi_call(
+    return kernel_call(
         ffi_target,
         results,
         input_output_aliases={2 + weights: 1, 3 + weights: 2},
-        vmap_method="sequential",
     )
 
 

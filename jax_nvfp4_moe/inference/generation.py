@@ -116,7 +116,8 @@ def generate(
     Args:
       model: model, as `load_model` returns it.
       input_ids: prompts, integers ``[b, t]`` from 0 to ``model.config.vocab_size - 1``,
-        left-aligned. Numbers after the end of a shorter prompt are ignored.
+        left-aligned. Numbers after the end of a shorter prompt are ignored. b may be 0; each prompt
+        has at least one token, because there is nothing to continue otherwise.
       max_new_tokens: largest number of new tokens in each row, at least 1.
       lengths: number of tokens in each prompt, integers ``[b]`` from 1 to t. None (default) means t
         for every prompt.
@@ -152,6 +153,8 @@ def generate(
       ', axis='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
+    if _has_no_rows(model, input_ids, lengths, max_new_tokens):
+        return jnp.zeros((0, max_new_tokens), jnp.int32)
     flat, state = start_decoding(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
     if max_new_tokens > 1:  # the prefill has drawn the first token
         state = decode(flat, sampling, state, np.int32(max_new_tokens))
@@ -190,7 +193,8 @@ def stream(
 
     Yields:
       The next token of each row, a NumPy array int32 ``[b]``. A row that has ended repeats its stop
-      id. The iterator ends once all rows have ended, or after `max_new_tokens` tokens.
+      id. The iterator ends once all rows have ended, or after `max_new_tokens` tokens. Without
+      rows it yields nothing.
 
     Raises:
       ValueError: as for `generate`.
@@ -209,6 +213,8 @@ def stream(
       '='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
+    if _has_no_rows(model, input_ids, lengths, max_new_tokens):
+        return
     flat, state = start_decoding(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
     for _, tokens in decode_in_bursts(flat, sampling, state, max_new_tokens):
         yield from tokens.T
@@ -397,30 +403,40 @@ def make_sampling(
     )
 
 
+def _has_no_rows(model, input_ids, lengths, max_new_tokens) -> bool:
+    """Return whether the batch has no prompts, and check the arguments if so."""
+    if np.shape(input_ids)[:1] != (0,):
+        return False
+    _check_prompts(model, input_ids, lengths, max_new_tokens)
+    return True
+
+
 def _check_prompts(model, input_ids, lengths, max_new_tokens):
     """Return the prompts and their lengths as NumPy arrays, with zeros after each prompt."""
     ids = np.asarray(input_ids)
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"input_ids: expected integers [b, t], got {ids.dtype} {ids.shape}")
     b, t = ids.shape
-    if not b or not t:
+    if b and not t:
         raise ValueError(
-            f"input_ids: expected at least one row and at least one token; got shape {ids.shape}"
+            "input_ids: expected at least one token in each row, because there is nothing to "
+            f"continue otherwise; got shape {ids.shape}"
         )
     true = np.full(b, t, np.int32) if lengths is None else np.asarray(lengths, np.int32)
-    if true.shape != (b,) or true.min() < 1 or true.max() > t:
+    if true.shape != (b,) or ((true < 1) | (true > t)).any():
         raise ValueError(f"lengths: expected {b} integers from 1 to {t}, got {true.tolist()}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
     positions, vocabulary = model.config.max_positions, model.config.vocab_size
-    if true.max() + max_new_tokens > positions:
+    longest = true.max(initial=0)
+    if longest + max_new_tokens > positions:
         raise ValueError(
-            f"max_new_tokens: a prompt of {true.max()} tokens and {max_new_tokens} new tokens "
+            f"max_new_tokens: a prompt of {longest} tokens and {max_new_tokens} new tokens "
             f"exceed the model's {positions} positions by its config.json. Shorten the "
             "prompt, or ask for fewer new tokens"
         )
     read = np.where(np.arange(t)[None, :] < true[:, None], ids, 0)
-    if read.min() < 0 or read.max() >= vocabulary:
+    if read.size and (read.min() < 0 or read.max() >= vocabulary):
         raise ValueError(
             f"input_ids: expected ids from 0 to {vocabulary - 1}, the model's vocabulary; got "
             f"{read.min()} to {read.max()}"

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.division import say_replicated
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
+from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.nn.keys import KeyTable
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.nn.packing import find_places, is_spread, pack, pack_like, spread
@@ -48,10 +49,13 @@ class Architecture:
     moe: str = "layers.*.mlp"
 
 
-@jax.tree_util.register_dataclass
+@register_indexed
 @dataclasses.dataclass(frozen=True)
-class Cache:
+class Cache(tuple):
     """What a model stores about the tokens that it has read.
+
+    A cache is also the tuple of its three attributes, because `nnx.tabulate` shows only tuples,
+    lists and dictionaries.
 
     Attributes:
       layers: one mapping per layer, name -> array. Attention stores keys and values ``[b, m,
@@ -61,9 +65,19 @@ class Cache:
       max_length: the number of tokens that the cache has room for. This field is static.
     """
 
+    STATIC: ClassVar[int] = 1  # `max_length`
+
     layers: tuple[Mapping[str, jax.Array], ...]
     lengths: jax.Array
-    max_length: int = dataclasses.field(metadata={"static": True})
+    max_length: int
+
+    def __new__(cls, layers, lengths, max_length):
+        """Make the tuple; the dataclass then sets the attributes."""
+        return super().__new__(cls, (layers, lengths, max_length))
+
+    def __getnewargs__(self):
+        """Return the arguments of `__new__` for `copy` and `pickle`."""
+        return tuple(self)
 
 
 class DecoderLayer(nnx.Module):
@@ -153,12 +167,14 @@ class Decoder(nnx.Module):
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """Return an empty cache for `batch` rows of up to `max_length` tokens.
 
+        `batch` may be 0.
+
         Raises:
-          ValueError: a size is not positive.
+          ValueError: `batch` is negative, or `max_length` is not positive.
         """
-        if batch < 1 or max_length < 1:
+        if batch < 0 or max_length < 1:
             raise ValueError(
-                "cache: expected a positive batch and max_length, got batch "
+                "cache: expected a batch of 0 rows or more and a positive max_length, got batch "
                 f"{batch} and max_length {max_length}"
             )
         layers = tuple(layer.init_cache(batch, max_length) for layer in self.layers)
@@ -176,7 +192,8 @@ class Decoder(nnx.Module):
         """Return float32 logits ``[b, t, vocab]``, and with a cache also the updated cache.
 
         Args:
-          input_ids: ``[b, t]`` of any integer dtype, from 0 to ``config.vocab_size - 1``.
+          input_ids: ``[b, t]`` of any integer dtype, from 0 to ``config.vocab_size - 1``. b and t
+            may be 0. Without tokens, the cache stays as it is.
           cache: what the model has read before. The new tokens follow in each row, and the cache
             must have room for them. None, the default, reads `input_ids` as whole sequences.
           lengths: int32 ``[b]``, the number of true tokens in each row, from 0 to t. The other
@@ -262,7 +279,7 @@ class Decoder(nnx.Module):
         table = self.embedding.get_value()
         check_context(table)
         packs = lengths is not None and num_tokens is not None and num_tokens < b * t
-        packed = pack(input_ids, positions, num_tokens if packs else None)
+        packed = pack(input_ids, positions, max(num_tokens, 1) if packs else None)
         stream = self.open_stream(table, packed)
         entries = []
         for index, layer in enumerate(self.layers):
@@ -314,7 +331,7 @@ def _score(head, x, *, target):
     if isinstance(head, DenseLinear) and head.bias is None:
         return dense(x, head.weight.get_value(), target=target)
     if isinstance(head, FP8Linear):
-        return head(x, dtype=jnp.float32)
+        return head.in_float32(x)
     if isinstance(head, nnx.Module):
         return head(x).astype(jnp.float32)
     return dense(x, head.get_value(), target=target)

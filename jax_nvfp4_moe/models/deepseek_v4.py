@@ -34,6 +34,7 @@ from jax_nvfp4_moe.nn.compressed_attention import (
 )
 from jax_nvfp4_moe.nn.gated_mlp import GatedMLP, build_gated_mlp
 from jax_nvfp4_moe.nn.hyper_connections import HyperConnection, StreamCollapse, StreamSizes
+from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.nn.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.key_pool import PoolSizes
 from jax_nvfp4_moe.nn.keys import KeyTable
@@ -216,6 +217,7 @@ def _read_types(fields, config) -> tuple[str, ...]:
     return fields.layer_types(layers, (_SLIDING, _SPARSE, _HEAVY), default)
 
 
+@register_indexed
 class Streams(NamedTuple):
     """What layers hand on, in rows or packed.
 

@@ -17,7 +17,7 @@ from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import require_experts
-from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
+from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values, group_channels
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.grouped_query import build_heads
@@ -211,8 +211,8 @@ class Attention(HeadParallel):
 
     def mix(self, x, positions, entries):
         """Attend from tokens `x`; return the shape of `x` and the updated cache entries."""
-        config, (b, t) = self.config, positions.shape
-        heads = spread(self.qkv(x), positions).reshape(b, t, -1, config.head_dim)
+        config = self.config
+        heads = group_channels(spread(self.qkv(x), positions), config.head_dim)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
         if self.rotated:
             qk = self._rotate(qk, positions)
@@ -222,7 +222,7 @@ class Attention(HeadParallel):
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
         how = {"chunk": self.chunk, "target": self.target, **self.kv.scale_options}
         y = attention(q, seen["k"], seen["v"], positions, **how)
-        return self.out(pack_like(y.reshape(b, t, -1), positions, x)), entries
+        return self.out(pack_like(lax.collapse(y, 2), positions, x)), entries
 
     def _rotate(self, qk, positions):
         """Rotate and normalize queries and keys.

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
+
 # Number of tokens whose logits are in memory together. With a vocabulary of 151936 tokens, their
 # logits take 0.3 GB. The head's weights are read once for so many tokens.
 _TOGETHER = 512
 
 
+@register_indexed
 class TokenScores(NamedTuple):
     """How a model predicts given tokens.
 

@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jax import lax
+
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields, is_finite
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
@@ -248,7 +250,7 @@ class HeadGatedAttention(Attention):
         """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         y, entries = self.attend(x, positions, entries)
         y = gate_heads(y, self.gate(x), target=self.target)
-        return self.out(y.reshape(*x.shape[:2], -1)), entries
+        return self.out(lax.collapse(y, 2)), entries
 
 
 def _bounded(limit):

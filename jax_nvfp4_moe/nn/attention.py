@@ -43,6 +43,15 @@ def empty_entries(
     }
 
 
+def group_channels(x: Float[Array, "... w"], width: int) -> Float[Array, "... n d"]:
+    """Return the channels of each token as heads of `width` channels.
+
+    The number of heads is computed from the channels, and not from the size of the array, which is
+    0 if there are no tokens.
+    """
+    return x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
+
+
 class KeysAndValues(nnx.Module):
     """Keys and values of one attention layer, in the model's dtype or rounded to FP8.
 
@@ -132,12 +141,13 @@ class KeysAndValues(nnx.Module):
             return {}
         return {**self.scale_options, "multiply_by_reciprocal": self.multiply_by_reciprocal}
 
-    def widen(self, dtype: Any, **kept: Float[Array, "b m s d"]) -> Mapping[str, Array]:
-        """Return what `append` returned, times the scale of each head in `dtype`."""
+    def widen(self, **kept: Float[Array, "b m s d"]) -> Mapping[str, Array]:
+        """Return what `append` returned, times the scale of each head in the module's dtype."""
         if self.scales is None:
             return kept
         return {
-            name: widen(value, self.scales[name].get_value(), dtype) for name, value in kept.items()
+            name: widen(value, self.scales[name].get_value(), self.dtype)
+            for name, value in kept.items()
         }
 
     def rounded(self, **values: Float[Array, "b m s d"]) -> Mapping[str, Array]:

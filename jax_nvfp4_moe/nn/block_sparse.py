@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jax import lax
 
 from jax_nvfp4_moe.backends.cache import append
-from jax_nvfp4_moe.nn.attention import KEY_AXES, empty_entries
+from jax_nvfp4_moe.nn.attention import KEY_AXES, empty_entries, group_channels
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.grouped_query import Attention, GQAConfig
 from jax_nvfp4_moe.nn.packing import pack_like, spread
@@ -60,13 +61,13 @@ class BlockSparseAttention(Attention):
         """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         q, k, v = self.project(x, positions)
         index = spread(self.index(x), positions)
-        index = index.reshape(*positions.shape, -1, self.config.index_dim)
+        index = group_channels(index, self.config.index_dim)
         index_q, index_k = jnp.split(index, [self.config.num_kv_heads], axis=2)
         index = [self.index_q_norm(index_q), self.index_k_norm(index_k)]
         if self.config.rope is not None:
             index = [rotate(part, positions, self.config.rope) for part in index]
         seen, kept = self.kv.append(entries, positions, k=k, v=v)
-        seen = self.kv.widen(q.dtype, **seen)  # `block_attention` reads no FP8
+        seen = self.kv.widen(**seen)  # `block_attention` reads no FP8
         seen_index, kept_index = append(entries, positions, index=index[1])
         y = block_attention(
             q,
@@ -79,5 +80,4 @@ class BlockSparseAttention(Attention):
             scale=self.config.scale,
         )
         both = None if kept is None or kept_index is None else {**kept, **kept_index}
-        y = y.reshape(*positions.shape, -1)
-        return self.out(pack_like(y, positions, x)), both
+        return self.out(pack_like(lax.collapse(y, 2), positions, x)), both

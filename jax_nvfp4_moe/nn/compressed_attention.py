@@ -21,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.nn.attention import group_channels
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.indexer import Indexer, IndexerSizes
@@ -86,7 +87,7 @@ class PooledIndexer(Indexer):
     def __call__(self, x: Float[Array, "... h"], latent: Float[Array, "... r"], positions) -> Any:
         """Return queries ``[b, t, heads, head_dim]`` and the float32 weights of the heads."""
         q = spread(self.queries(latent), positions)
-        q = q.reshape(*positions.shape, self.sizes.heads, -1)
+        q = group_channels(q, self.sizes.head_dim)
         return rotate_last(q, positions, self.rope), spread(self._weigh(x), positions)
 
 
@@ -130,7 +131,7 @@ class CompressedAttention(HeadParallel):
         config = self.config
         latent, key = jnp.split(self.down(x), [config.q_lora_rank], axis=-1)
         latent = self.q_norm(latent)
-        q = spread(self.q(latent), positions).reshape(*positions.shape, config.num_heads, -1)
+        q = group_channels(spread(self.q(latent), positions), config.head_dim)
         q = rotate_last(normalize_plainly(q, config.eps), positions, config.rope)
         key = spread(self.kv_norm(key), positions)[:, :, None, :]
         key = rotate_last(key, positions, config.rope)[:, :, 0]
@@ -182,11 +183,13 @@ class CompressedAttention(HeadParallel):
 
     def _project(self, y: Float[Array, "... n d"]):
         """Project each group of heads to its latent, and all latents to ``[..., h]``."""
-        config, (b, t, _, _) = self.config, y.shape
+        config, (b, t, n, d) = self.config, y.shape
         matrices = self.out_a.get_value().reshape(config.groups, config.group_rank, -1)
-        rows = jnp.moveaxis(y.reshape(b * t, config.groups, -1), 1, 0)
+        rows = jnp.moveaxis(y.reshape(b * t, config.groups, n // config.groups * d), 1, 0)
         latents = jnp.moveaxis(multiply(rows, matrices, contracted=(2, 2)), 0, 1)
-        return self.out_b(latents.reshape(b, t, -1).astype(self.dtype))
+        return self.out_b(
+            latents.reshape(b, t, config.groups * config.group_rank).astype(self.dtype)
+        )
 
 
 def build_compressed_attention(config: CompressedConfig, path: str, make: Builder):

@@ -165,17 +165,23 @@ class FP8Linear(nnx.Module):
         used = self.activations is FP8ActivationScaling.STATIC
         self.input_scale = NVFP4Param(jnp.asarray(input_scale, jnp.float32)) if used else None
 
-    def __call__(self, x: Float[Array, "... k"], *, dtype=None) -> Float[Array, "... n"]:
+    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Multiply `x` by the weight and add the bias.
 
         Args:
           x: ``[..., k]``; cast to the module's dtype.
-          dtype: dtype to which the float32 sums are rounded, such as float32 for logits. None
-            (default) takes the module's dtype.
 
         Returns:
-          ``[..., n]`` in `dtype`.
+          ``[..., n]`` in the module's dtype.
         """
+        return self._multiply(x, self.dtype)
+
+    def in_float32(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
+        """Do what a call does, and return the float32 sums, such as logits, without rounding."""
+        return self._multiply(x, jnp.float32)
+
+    def _multiply(self, x, dtype):
+        """Return the result of a call in `dtype`."""
         record(self, x)
         return dense_fp8(
             x.astype(self.dtype),
@@ -185,7 +191,7 @@ class FP8Linear(nnx.Module):
             multiply_by_reciprocal=self.multiply_by_reciprocal,
             bias=_bias_of(self),
             target=self.target,
-            dtype=dtype or self.dtype,
+            dtype=dtype,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -157,7 +158,7 @@ class RoutedExperts(nnx.Module):
           ``[..., h]`` in the module's dtype.
         """
         with jax.named_scope("experts"):
-            run, params = self.op(), self.params.get_value()
+            run, params = self._op(), self.params.get_value()
             if self.expert_mesh is not None:
                 run = functools.partial(
                     run_dispatched,
@@ -168,17 +169,17 @@ class RoutedExperts(nnx.Module):
                     scheme=self.scheme,
                     weight_on_input=self.options.weight_on_input,
                 )
-            ids = narrow_ids(expert_ids.reshape(-1, expert_ids.shape[-1]))
+            ids = narrow_ids(lax.collapse(expert_ids, 0, -1))
             y = run(
-                x.reshape(-1, x.shape[-1]).astype(self.options.dtype),
+                lax.collapse(x, 0, -1).astype(self.options.dtype),
                 params,
                 to_physical_ids(ids, self.slots),
-                expert_weights.reshape(-1, expert_weights.shape[-1]),
+                lax.collapse(expert_weights, 0, -1),
             ).reshape(x.shape)
         record(self, RoutedTokens(x, expert_ids, expert_weights, y))
         return y
 
-    def op(self) -> Callable:
+    def _op(self) -> Callable:
         """Return the op to run: ``(x [t, h], params, ids [t, k], weights [t, k]) -> [t, h]``."""
         raise NotImplementedError
 
@@ -249,7 +250,7 @@ class NVFP4Experts(RoutedExperts):
             check_row_scales(expert_mesh, self.scheme)
         super().__init__(params, options, expert_mesh=expert_mesh, layout=self.plan.layout)
 
-    def op(self) -> Callable:
+    def _op(self) -> Callable:
         """Return `ops.moe_mlp` with the plan that `params` were prepared for."""
         return functools.partial(
             moe_mlp,
@@ -311,7 +312,7 @@ class FP8Experts(RoutedExperts):
             check_row_scales(expert_mesh, self.activations)
         super().__init__(params, options, expert_mesh=expert_mesh)
 
-    def op(self) -> Callable:
+    def _op(self) -> Callable:
         """Return `ops.dense_moe` with the rounding of activations."""
         return functools.partial(
             dense_moe,
@@ -324,7 +325,7 @@ class FP8Experts(RoutedExperts):
 class UnquantizedExperts(RoutedExperts):
     """Routed experts in a float dtype. They run in plain XLA."""
 
-    def op(self) -> Callable:
+    def _op(self) -> Callable:
         """Return `ops.dense_moe` without rounding of activations."""
         return functools.partial(
             dense_moe,

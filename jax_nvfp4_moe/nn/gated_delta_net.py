@@ -124,6 +124,10 @@ class GatedDeltaNet(HeadParallel):
     def empty_cache(self, batch: int, max_length: int):
         """Return zeros for the last inputs of the convolution and for the states of one shard."""
         del max_length
+        return self._start(batch)
+
+    def _start(self, batch: int):
+        """Return what stands before the first token of each row, as the cache holds it."""
         sizes = self.sizes
         return {
             "inputs": jnp.zeros((batch, sizes.conv_size - 1, sizes.convolved), self.dtype),
@@ -137,7 +141,7 @@ class GatedDeltaNet(HeadParallel):
         other tokens of their row.
         """
         b, t = positions.shape
-        old = self.empty_cache(b, 0) if entries is None else entries
+        old = self._start(b) if entries is None else entries
         projected, rates = self._project(x, positions)
         step = functools.partial(gated_delta_step, rates=rates, target=self.target)
         rule = functools.partial(

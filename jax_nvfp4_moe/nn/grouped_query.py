@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.heads import HeadOptions, normalize_heads, split_heads
-from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
+from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values, group_channels
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
@@ -128,7 +128,7 @@ class Attention(HeadParallel):
     def mix(self, x, positions, entries):
         """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         y, entries = self.attend(x, positions, entries)
-        return self.out(y.reshape(*x.shape[:2], -1)), entries
+        return self.out(lax.collapse(y, 2)), entries
 
     def attend(self, x, positions, entries):
         """Return the results of all heads ``[b, t, n, d]``, packed if `x` is, and the cache."""
@@ -192,8 +192,7 @@ class Attention(HeadParallel):
             weights = None if config.normalize is None else self._head_weights()
             m, d = config.num_kv_heads, config.head_dim
             return split_heads(qkv, positions, weights, m, d, options)
-        heads = self._normalized(qkv)
-        heads = heads.reshape(*positions.shape, -1, config.head_dim)
+        heads = group_channels(self._normalized(qkv), config.head_dim)
         if config.clip is not None:
             heads = jnp.clip(heads, -config.clip, config.clip)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
@@ -227,7 +226,7 @@ class Attention(HeadParallel):
             return jnp.concatenate([self.q_norm(q, q_mean), self.k_norm(k, k_mean), v], axis=-1)
         if config.normalize == "heads":
             qk, v = jnp.split(qkv, [rows + kv_rows], axis=-1)
-            normal = self._normalized_heads(qk.reshape(*qk.shape[:-1], -1, config.head_dim))
+            normal = self._normalized_heads(group_channels(qk, config.head_dim))
             return jnp.concatenate([normal.reshape(qk.shape), v], axis=-1)
         return qkv
 

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.numerics.norms import normalize_plainly
 from jax_nvfp4_moe.ops.dense import dense
 
@@ -46,6 +47,7 @@ class StreamSizes:
     norm_eps: float
 
 
+@register_indexed
 class Connection(NamedTuple):
     """How the result of a part of a layer returns to the streams.
 
@@ -151,7 +153,7 @@ def balance(logits: Float[Array, "b t n n"], rounds: int, eps: float) -> Float[A
 
 def _project(sizes, x, projection):
     """Return float32 products of ``projection [m, n * h]`` with the normalized streams."""
-    flat = x.reshape(*x.shape[:2], -1).astype(jnp.float32)
+    flat = lax.collapse(x, 2).astype(jnp.float32)
     return dense(normalize_plainly(flat, sizes.norm_eps), projection.get_value())
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.nn.attention import group_channels
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.intermediates import record
@@ -96,7 +97,7 @@ class Indexer(nnx.Module):
           weights of the heads ``[b, t, heads]``.
         """
         q = spread(self.queries(latent), positions)
-        q = q.reshape(*positions.shape, self.sizes.heads, -1)
+        q = group_channels(q, self.sizes.head_dim)
         weight, bias = self.norm_weight.get_value(), self.norm_bias.get_value()
         k = layer_normalize(spread(self.keys(x), positions), weight, bias, _EPS)[:, :, None, :]
         weights = spread(self._weigh(x), positions)
@@ -126,7 +127,7 @@ class Indexer(nnx.Module):
     def _weigh(self, x):
         """Return the weights of the heads, in float32 also where the model is in bfloat16."""
         if isinstance(self.head_weights, FP8Linear):
-            return self.head_weights(x, dtype=jnp.float32)
+            return self.head_weights.in_float32(x)
         if not isinstance(self.head_weights, DenseLinear):
             return self.head_weights(x).astype(jnp.float32)
         record(self.head_weights, x)

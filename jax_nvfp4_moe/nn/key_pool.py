@@ -76,7 +76,8 @@ class Span(NamedTuple):
     def of(cls, positions: Int32[Array, "b t"]) -> "Span":
         """Return the span of tokens whose positions ascend by 1, with padding behind them."""
         count = jnp.sum(positions < PADDING, axis=1, dtype=jnp.int32)
-        start = jnp.where(count > 0, positions[:, 0], 0)
+        first = jnp.sum(positions[:, :1], axis=1, dtype=jnp.int32)  # 0 if there are no tokens
+        start = jnp.where(count > 0, first, 0)
         return cls(start, start + count)
 
 
@@ -144,8 +145,12 @@ class KeyPool(nnx.Module):
         sizes = self.sizes
         slots = max(max_length // sizes.rate, 1)
         keys = empty_entries(batch, slots, self.dtype, **{self.name: (1, sizes.head_dim)})
-        tokens = jnp.zeros((batch, sizes.windows * sizes.rate, 2 * sizes.width), self.dtype)
-        return {**keys, f"{self.name}_tokens": tokens}
+        return {**keys, f"{self.name}_tokens": self._no_tokens(batch)}
+
+    def _no_tokens(self, batch: int) -> Array:
+        """Return what stands for the values and gates of the tokens before a text."""
+        sizes = self.sizes
+        return jnp.zeros((batch, sizes.windows * sizes.rate, 2 * sizes.width), self.dtype)
 
     def __call__(
         self, x: Float[Array, "... h"], positions: Int32[Array, "b t"], entries
@@ -162,15 +167,16 @@ class KeyPool(nnx.Module):
           windows that are not full yet have no meaning.
         """
         sizes, rate, (b, t) = self.sizes, self.sizes.rate, positions.shape
-        old = self.empty_cache(b, 0) if entries is None else entries
+        old = self._no_tokens(b) if entries is None else entries[f"{self.name}_tokens"]
         span = Span.of(positions)
         first = span.start // rate  # the first window that is not full yet
         before = sizes.windows - 1
         new = spread(self.projections(x), positions)
         base = (first - before) * rate
-        recent = Recent.extend(old[f"{self.name}_tokens"], base, new, positions)
+        recent = Recent.extend(old, base, new, positions)
         count = (t + rate - 1) // rate  # so many windows may become full
-        windows = recent.tokens[:, : (count + before) * rate].reshape(b, count + before, rate, -1)
+        windows = recent.tokens[:, : (count + before) * rate]
+        windows = windows.reshape(b, count + before, rate, windows.shape[2])
         index = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
         keys = self._pool(windows, index)
         full = (index + 1) * rate <= span.end[:, None]

@@ -100,6 +100,10 @@ class KimiDelta(HeadParallel):
     def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: the last inputs of the convolution, and the states."""
         del max_length
+        return self._start(batch)
+
+    def _start(self, batch: int):
+        """Return what stands before the first token of each row, as the cache holds it."""
         sizes = self.sizes
         shape = (batch, sizes.heads, sizes.head_dim, sizes.head_dim)
         return {
@@ -114,7 +118,7 @@ class KimiDelta(HeadParallel):
         tokens of its row and does not change the entries.
         """
         b, t = positions.shape
-        old = self.empty_cache(b, 0) if entries is None else entries
+        old = self._start(b) if entries is None else entries
         projected, rates = self._project(x, positions)
         decays = spread(_project_twice(self.decay_down, self.decay_up, x), positions)
         gates = spread(_project_twice(self.gate_down, self.gate_up, x), positions)

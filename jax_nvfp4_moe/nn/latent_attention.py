@@ -263,7 +263,8 @@ class LatentAttention(HeadParallel):
         """Expand latents and attend for one group of heads after the other, in bounded memory."""
 
         def split(heads, axis):
-            parts = heads.reshape(*heads.shape[:axis], groups, -1, *heads.shape[axis + 1 :])
+            count = heads.shape[axis] // groups
+            parts = heads.reshape(*heads.shape[:axis], groups, count, *heads.shape[axis + 1 :])
             return jnp.moveaxis(parts, axis, 0)
 
         def attend(group):
@@ -272,7 +273,7 @@ class LatentAttention(HeadParallel):
 
         parts = split(q, 2), *(split(matrix, 0) for matrix in matrices)
         y = jnp.moveaxis(lax.map(attend, parts), 0, 2)
-        return y.reshape(*q.shape[:3], -1)
+        return lax.collapse(y, 2, 4)
 
     def _attend_to(self, q, k, v, positions, chosen):
         """Attend to keys and values; see `_attend`."""
@@ -287,7 +288,7 @@ class LatentAttention(HeadParallel):
         if self.gate is not None:
             gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(x.dtype)
             y = y * gate[..., None]
-        return self.out(y.reshape(*x.shape[:2], -1))
+        return self.out(lax.collapse(y, 2))
 
     def _absorbs(self, t: int, s: int) -> bool:
         """Return whether attending to latents takes no more work for `t` queries and `s` keys."""
@@ -329,8 +330,8 @@ class LatentAttention(HeadParallel):
 
 def _as_heads(rows, count):
     """Return ``[b, 1, s, n d]`` as ``[b, n, s, d]``."""
-    b, _, s, _ = rows.shape
-    return jnp.moveaxis(rows.reshape(b, s, count, -1), 2, 1)
+    b, _, s, width = rows.shape
+    return jnp.moveaxis(rows.reshape(b, s, count, width // count), 2, 1)
 
 
 def _join_rotated(plain, rotated):

@@ -119,6 +119,10 @@ class Mamba2(HeadParallel):
     def empty_cache(self, batch: int, max_length: int):
         """Return zeros for the last inputs of the convolution and for the states of one shard."""
         del max_length
+        return self._start(batch)
+
+    def _start(self, batch: int):
+        """Return what stands before the first token of each row, as the cache holds it."""
         config = self.config
         state = (batch, config.heads, config.head_dim, config.state_size)
         return {
@@ -133,7 +137,7 @@ class Mamba2(HeadParallel):
         other tokens of their row.
         """
         config, (b, t) = self.config, positions.shape
-        old = self.empty_cache(b, 0) if entries is None else entries
+        old = self._start(b) if entries is None else entries
         bias = None if self.conv_bias is None else self.conv_bias.get_value()
         step = functools.partial(mamba2_step, target=self.target)
         convolution = None

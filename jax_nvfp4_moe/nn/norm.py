@@ -5,11 +5,13 @@ from typing import NamedTuple
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.numerics.norms import normalize
 from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.scheme import Target
 
 
+@register_indexed
 class Residual(NamedTuple):
     """The residual stream ``x + added`` between two layers, as a pair that is not added yet.
 

@@ -58,6 +58,10 @@ class ShortConvolution(HeadParallel):
     def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: the last inputs of the convolution."""
         del max_length
+        return self._start(batch)
+
+    def _start(self, batch: int):
+        """Return what stands before the first token of each row, as the cache holds it."""
         shape = (batch, self.sizes.conv_size - 1, self.sizes.channels)
         return {"inputs": jnp.zeros(shape, self.dtype)}
 
@@ -67,7 +71,7 @@ class ShortConvolution(HeadParallel):
         Tokens whose position is `PADDING` or larger are padding. Padding stands behind all other
         tokens of its row and does not change the entries.
         """
-        old = self.empty_cache(positions.shape[0], 0) if entries is None else entries
+        old = self._start(positions.shape[0]) if entries is None else entries
         b, c, inputs = jnp.split(spread(self.in_proj(x), positions), 3, axis=-1)
         weight = self.conv_weight.get_value()[:, 0]
         mixed, inputs = convolve(b * inputs, old["inputs"], weight, positions < PADDING)

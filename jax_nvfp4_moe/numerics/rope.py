@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 
@@ -84,5 +85,5 @@ def rotate_last(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope
     sin = -sin if back else sin
     first, second = (x[..., start::2].astype(jnp.float32) for start in (kept, kept + 1))
     turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
-    turned = turned.reshape(*x.shape[:-1], -1).astype(x.dtype)
+    turned = lax.collapse(turned, 3).astype(x.dtype)
     return jnp.concatenate([x[..., :kept], turned], axis=-1)

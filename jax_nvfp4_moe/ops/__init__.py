@@ -1,4 +1,8 @@
-"""The public ops: each checks its arguments, chooses a plan and lowers to one call."""
+"""The public ops: each checks its arguments, chooses a plan and lowers to one call.
+
+The leading axes of activations, such as rows and tokens, may have no entries. The results then have
+that shape, a state or a cache stays as it is, and no kernel runs.
+"""
 
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chain import chain_calls

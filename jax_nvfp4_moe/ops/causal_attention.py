@@ -39,7 +39,8 @@ def attention(
     more accurate.
 
     Args:
-      q: queries ``[b, t, n, d]`` of t tokens in each of b rows; bfloat16, float16 or float32.
+      q: queries ``[b, t, n, d]`` of t tokens in each of b rows; bfloat16, float16 or float32. b and
+        t may be 0.
       k: keys ``[b, m, s, d]``, those of position i at index i. The array may be a cache with room
         behind the last token: no query sees what lies there, but it must be finite. In the dtype of
         `q`, or float8_e4m3fn.

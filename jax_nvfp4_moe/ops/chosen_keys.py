@@ -83,12 +83,12 @@ def attend_to_chosen(
         def take(x):
             return jax.vmap(lambda row, at: row.at[:, at].get(mode="clip"))(x, chosen)
 
-        keys, values = (take(x).reshape(b * m, count, -1) for x in (k, v))
+        keys, values = (lax.collapse(take(x), 0, 2) for x in (k, v))
         scores = multiply(q.reshape(b * m, n // m, d), keys, contracted=(2, 2)) * scale
         visible = jnp.repeat(chosen <= positions[:, None], m, axis=0)[:, None, :]
         scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
         y = multiply(jax.nn.softmax(scores, axis=-1).astype(v.dtype), values, contracted=(2, 1))
-        return y.reshape(b, n, -1).astype(q.dtype)
+        return y.reshape(b, n, v.shape[3]).astype(q.dtype)
 
     each = b * count * (m * (d + v.shape[3]) + n)
     return each_query(attend, each, q, positions, chosen)
@@ -102,7 +102,7 @@ def each_query(run, elements: int, *arrays):
       elements: number of elements that it makes for one query.
       *arrays: arrays ``[b, t, ...]``.
     """
-    together = max(_ELEMENTS // elements, 1)
+    together = max(_ELEMENTS // max(elements, 1), 1)  # no rows make no elements
     each = tuple(jnp.moveaxis(x, 1, 0) for x in arrays)
     if len(each[0]) <= together:
         found = jax.vmap(run)(*each)

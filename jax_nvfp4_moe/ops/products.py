@@ -61,7 +61,7 @@ def grouped_gemm(
     `weight` is frozen.
 
     Args:
-      x: rows ``[m, k]``, sorted by group; bfloat16, float16 or float32.
+      x: rows ``[m, k]``, sorted by group; bfloat16, float16 or float32. m may be 0.
       weight: `NVFP4Tensor` ``[e, n, k]``.
       group_sizes: integers ``[e]``, the number of rows of each group. The values are unknown during
         tracing and are not checked. A negative size counts as 0, and rows after the m-th do not

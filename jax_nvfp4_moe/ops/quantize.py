@@ -31,7 +31,8 @@ def quantize_nvfp4(
     infinity have the same results as in `numerics.nvfp4.quantize`; subnormal numbers are kept.
 
     Args:
-      x: ``[m, k]``, bfloat16, float16 or float32; k is a multiple of 16.
+      x: ``[m, k]``, bfloat16, float16 or float32; k is a multiple of 16. m may be 0, and
+        amax is then 0.
       global_scale: g, a float32 scalar. None (default) takes ``amax(|x|) / 2688``. The op does not
         check that it is positive and finite.
       scale_layout: "linear" (default) for block scales ``[m, k/16]``, or "swizzle_128x4" for the

@@ -221,7 +221,7 @@ def run_by_rows(
 
     tree = jax.tree.structure(module)
     y = share_rows(run, expert_mesh, x.reshape(-1, x.shape[-1]), leaves, specs=(own,))
-    return y.reshape(*x.shape[:-1], -1)
+    return y.reshape(*x.shape[:-1], y.shape[1])
 
 
 def look_up(

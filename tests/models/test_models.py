@@ -273,8 +273,9 @@ def test_calls_with_wrong_shapes():
         model(jnp.zeros(3, jnp.int32))
     with pytest.raises(ValueError, match=r"input_ids: expected shape \[2, t\] with t up to 8"):
         model(jnp.zeros((2, 9), jnp.int32), model.init_cache(2, 8))
-    with pytest.raises(ValueError, match="cache: expected a positive batch"):
-        model.init_cache(0, 8)
+    for sizes in ((-1, 8), (2, 0)):
+        with pytest.raises(ValueError, match="cache: expected a batch of 0 rows or more and a pos"):
+            model.init_cache(*sizes)
 
 
 def test_a_scheme_that_nothing_can_follow_is_said(caplog):
