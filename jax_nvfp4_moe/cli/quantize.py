@@ -1,12 +1,12 @@
 """The subcommand `quantize`: convert an unquantized checkpoint to NVFP4."""
 
-import json
 import pathlib
 from typing import Annotated
 
 import typer
 
 from jax_nvfp4_moe.cli.options import read_text
+from jax_nvfp4_moe.cli.output import to_json
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.quantization.casting import cast_model
 from jax_nvfp4_moe.quantization.pipeline import quantize_model
@@ -61,7 +61,7 @@ def quantize_command(
     shard_bytes = int(min(max(shard_gb, 0.0), 1e9) * 1e9)
     if cast:
         _check_cast(text, scheme, format, modules, exclude, algorithm, dtype)
-        print(json.dumps(cast_model(source, destination, shard_bytes=shard_bytes)))
+        print(to_json(cast_model(source, destination, shard_bytes=shard_bytes)))
         return
     ids = None
     if text is not None:
@@ -85,7 +85,7 @@ def quantize_command(
         dtype=dtype,
         shard_bytes=shard_bytes,
     )
-    print(json.dumps(result))
+    print(to_json(result))
 
 
 def _check_cast(text, scheme, format, modules, exclude, algorithm, dtype):
