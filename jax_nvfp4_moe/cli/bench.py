@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ import numpy as np
 import typer
 
 from jax_nvfp4_moe.cli.options import BackendOption, DtypeOption, SchemeOption
-from jax_nvfp4_moe.cli.output import say, table
+from jax_nvfp4_moe.cli.output import say, table, to_json
 from jax_nvfp4_moe.cli.pictures import Cell, Limits, draw_roofline
 from jax_nvfp4_moe.cli.timing import measure_copy, measure_matmul, time_program
 from jax_nvfp4_moe.figures import check_plot, drawing
@@ -73,7 +72,7 @@ def bench_command(
             draw_roofline(figure, cells, limits, title)
         say(f"wrote {plot}")
     if as_json:
-        print(json.dumps({"device": device, "dtype": dtype, **sizes, **report(cells, limits)}))
+        print(to_json({"device": device, "dtype": dtype, **sizes, **report(cells, limits)}))
     else:
         print("\n".join(table(_rows(cells))))
 

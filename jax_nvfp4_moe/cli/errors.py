@@ -1,12 +1,22 @@
-"""Error messages of commands: one line if the user can correct the error, otherwise a traceback."""
+"""Error messages and exit statuses of commands.
 
+A command ends with one of these statuses:
+
+* 0: the result is complete.
+* 1: the input was right and the result is not, because numbers in it are not finite; or the reader
+  of our output has ended. Other errors, which no user can correct, are raised with a traceback, and
+  Python then exits with 1 too.
+* 2: the user can correct the error: an argument, a file, the memory. The message is one line.
+"""
+
+import contextlib
 import inspect
 import logging
 import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import jax
@@ -15,9 +25,11 @@ import typer
 from jax_nvfp4_moe.checkpoint import progress
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.cli.options import with_options
+from jax_nvfp4_moe.inference.not_finite import MARK, NotFiniteError
 from jax_nvfp4_moe.parallel import processes as distributed
 from jax_nvfp4_moe.scheme import NoBackendError, Target
 
+LOG = logging.getLogger("jax_nvfp4_moe")
 _PACKAGE = pathlib.Path(__file__).parents[1]
 
 
@@ -37,8 +49,9 @@ _OPTIONS = (
 def reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that prints an error as one message, and exits with status 2.
 
-    The command also gets the options --verbose and --traceback. An error that no user can correct
-    is a fault of the package. It is raised, so that its traceback can be reported.
+    The command exits with status 1 if a warning said that results are not finite. It also gets the
+    options --verbose and --traceback. An error that no user can correct is a fault of the package.
+    It is raised, so that its traceback can be reported.
     """
     return with_options(command, *_OPTIONS, runs=_run)
 
@@ -46,10 +59,11 @@ def reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
 def _run(command, *, verbose, show_traceback, **given):
     """Run a command, and print an error that the user can correct."""
     level = logging.INFO if verbose else logging.WARNING
-    logging.getLogger("jax_nvfp4_moe").setLevel(level)
+    LOG.setLevel(level)
     progress.LOG.setLevel(logging.INFO)
     try:
-        command(**given)
+        with _noting_not_finite() as warned:
+            command(**given)
     except BrokenPipeError:
         # The reader of our output has ended, as in `| head`. Point standard output to the null
         # device: Python flushes it at exit, and would fail once more.
@@ -65,7 +79,27 @@ def _run(command, *, verbose, show_traceback, **given):
         if show_traceback:
             traceback.print_exception(error)
         print(f"error: {message}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, NotFiniteError) else 2)
+    if warned:
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def _noting_not_finite() -> Iterator[list[logging.LogRecord]]:
+    """Yield a list to which the warnings are added that results are not finite."""
+    warned: list[logging.LogRecord] = []
+
+    class Noting(logging.Handler):
+        def emit(self, record):
+            if hasattr(record, MARK):
+                warned.append(record)
+
+    handler = Noting()
+    LOG.addHandler(handler)
+    try:
+        yield warned
+    finally:
+        LOG.removeHandler(handler)
 
 
 def _message(error: Exception) -> str | None:
@@ -78,7 +112,7 @@ def _message(error: Exception) -> str | None:
     lost = isinstance(error, (ValueError, OSError)) and distributed.explain_loss(error)
     if lost:
         return lost
-    if theirs or (isinstance(error, ValueError) and _is_raised_here(error)):
+    if theirs or (isinstance(error, (ValueError, TypeError)) and _is_raised_here(error)):
         return str(error) or type(error).__name__
     return None
 
@@ -86,8 +120,8 @@ def _message(error: Exception) -> str | None:
 def _is_raised_here(error: Exception) -> bool:
     """Return whether a `raise` statement of this package raised `error`.
 
-    The package documents every `ValueError` that it raises, and its message says how to correct the
-    call. A `ValueError` of Python or of a library means that our own code is wrong.
+    The package documents every `ValueError` and `TypeError` that it raises, and the message says
+    how to correct the call. One of Python or of a library means that our own code is wrong.
     """
     origin = traceback.extract_tb(error.__traceback__)[-1]
     ours = pathlib.Path(origin.filename).is_relative_to(_PACKAGE)

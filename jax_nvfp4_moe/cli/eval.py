@@ -1,6 +1,5 @@
 """The subcommand `eval`: mean cross-entropy and perplexity of a model on a text."""
 
-import json
 import pathlib
 import time
 from typing import Annotated
@@ -17,7 +16,7 @@ from jax_nvfp4_moe.cli.options import (
     each_once,
     read_text,
 )
-from jax_nvfp4_moe.cli.output import progress_bar, report, table
+from jax_nvfp4_moe.cli.output import progress_bar, report, table, to_json
 from jax_nvfp4_moe.cli.process_options import over_devices
 from jax_nvfp4_moe.inference.evaluation import evaluate, summary_rows, window_rows
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
@@ -55,7 +54,8 @@ def eval_command(
 ) -> None:
     """Print the mean cross-entropy and the perplexity on a text, as one JSON object per scheme.
 
-    The default dtype is float32, as in the published figures of quantization tools.
+    The default dtype is float32, as in the published figures of quantization tools. Figures that
+    are not finite are null in JSON, and the exit status is 1.
     """
     how = {"dtype": dtype, "mesh": devices, "dispatch": dispatch}
     runs = [(path, {"scheme": one, "backend": backend, **how}) for one in each_once(scheme)]
@@ -71,7 +71,7 @@ def eval_command(
         results[name] = result
         shown = {"path": str(folder), "scheme": used, **result}
         hidden = () if by_window else ("cross_entropies", "perplexities")
-        print(json.dumps({k: v for k, v in shown.items() if k not in hidden}), flush=True)
+        print(to_json({k: v for k, v in shown.items() if k not in hidden}), flush=True)
     if by_window:
         report("\n".join(table(window_rows(results))))
     if len(results) > 1:

@@ -1,7 +1,6 @@
 """The subcommand `inspect`: show what a checkpoint contains, or the errors of each scheme."""
 
 import importlib.resources
-import json
 import logging
 import pathlib
 from typing import Annotated
@@ -20,7 +19,7 @@ from jax_nvfp4_moe.cli.options import (
     each_once,
     read_text,
 )
-from jax_nvfp4_moe.cli.output import progress_bar, say, table
+from jax_nvfp4_moe.cli.output import progress_bar, say, table, to_json
 from jax_nvfp4_moe.cli.pictures import chart_size, draw_bytes
 from jax_nvfp4_moe.cli.refusal import report_refused
 from jax_nvfp4_moe.figures import check_plot, drawing
@@ -106,7 +105,7 @@ def inspect_command(
         plot_errors(found, plot, truth=truth)
         say(f"wrote {plot}")
     if as_json:
-        print(json.dumps({"truth": truth, "tokens": len(ids), "errors": error_report(found)}))
+        print(to_json({"truth": truth, "tokens": len(ids), "errors": error_report(found)}))
         return
     print(f"errors of routed experts against {truth}, in float32, on {len(ids)} tokens\n")
     print("\n".join(table(error_rows(found, words))))
@@ -120,7 +119,7 @@ def _show(path, plan, as_json, plot) -> None:
             folder = expand_home(path)
             draw_bytes(figure, modules, folder.resolve().name if folder.is_dir() else str(path))
         say(f"wrote {plot}")
-    print(json.dumps(bytes_report(path, plan)) if as_json else describe(path, plan))
+    print(to_json(bytes_report(path, plan)) if as_json else describe(path, plan))
 
 
 def _only_with_errors(**options):

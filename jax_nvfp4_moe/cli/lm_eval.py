@@ -1,6 +1,8 @@
 """The subcommand `lm-eval`: run lm-evaluation-harness on one of our models."""
 
+import pathlib
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -13,6 +15,7 @@ from jax_nvfp4_moe.cli.options import (
     SchemeOption,
 )
 
+_PACKAGE = pathlib.Path(__file__).parents[1]
 # Settings that make Typer keep unknown options, which are then passed on to the harness.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -30,15 +33,28 @@ def lm_eval_command(
     max_length: Annotated[
         int | None,
         typer.Option(
-            help="Largest number of tokens that the model sees; by default 2048, or fewer if the "
-            "model has fewer positions."
+            help="Largest number of tokens that the model sees; by default, the positions of the "
+            "model."
+        ),
+    ] = None,
+    add_bos_token: Annotated[
+        bool | None,
+        typer.Option(
+            "--add-bos-token/--no-add-bos-token",
+            help="Begin each text with bos_token exactly once, or never. By default, texts begin "
+            "as the tokenizer begins them.",
         ),
     ] = None,
 ) -> None:
     """Run tasks of lm-evaluation-harness: lm-eval PATH --tasks NAME ...
 
     All other options are passed on to the command of the harness, such as --tasks, --limit,
-    --num_fewshot, --include_path and --output_path. This command needs the extra "eval".
+    --num_fewshot, --apply_chat_template, --system_instruction, --fewshot_as_multiturn,
+    --gen_kwargs, --batch_size, --include_path and --output_path. This command needs the extra
+    "eval".
+
+    The exit status is 2 if the harness does not accept its options, for example because a task is
+    not there, and 1 if scores are not finite.
     """
     try:
         from lm_eval.__main__ import cli_evaluate
@@ -57,7 +73,26 @@ def lm_eval_command(
         "mesh": mesh,
         "dispatch": dispatch,
         "max_length": max_length,
+        "add_bos_token": add_bos_token,
     }
     arguments = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    sys.argv = ["lm-eval", "run", "--model", NAME, "--model_args", *arguments, *context.args]
-    cli_evaluate()
+    # The harness takes batches of one text if its command does not name a size.
+    how = ["--batch_size", "auto", "--model_args", *arguments]
+    sys.argv = ["lm-eval", "run", "--model", NAME, *how, *context.args]
+    try:
+        cli_evaluate()
+    except Exception as error:
+        if not _is_of_the_harness(error):
+            raise
+        said = " ".join(str(error).split()) or "no message"
+        raise ValueError(f"lm-evaluation-harness: {type(error).__name__}: {said}") from error
+
+
+def _is_of_the_harness(error: Exception) -> bool:
+    """Return whether an error comes from the harness and its libraries, and not from our model.
+
+    Their errors are about options, tasks and data sets, which the user can correct.
+    """
+    _, *frames = traceback.extract_tb(error.__traceback__)  # the first one is this module
+    ours = any(pathlib.Path(frame.filename).is_relative_to(_PACKAGE) for frame in frames)
+    return not ours and not isinstance(error, BrokenPipeError)

@@ -1,8 +1,11 @@
 """Print the results of commands as tables, and messages on standard error."""
 
 import contextlib
+import json
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jax_nvfp4_moe.parallel import processes as distributed
 
@@ -15,6 +18,23 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def to_json(value: Any) -> str:
+    """Return a value as one line of JSON, with null for each number that is not finite.
+
+    JSON has no NaN and no infinity, and many readers refuse what Python writes for them.
+    """
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value):
+    """Return a value for JSON with None in place of each number that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def report(message: str) -> None:

@@ -1,12 +1,12 @@
 """The subcommand `quantize`: convert an unquantized checkpoint to NVFP4."""
 
-import json
 import pathlib
 from typing import Annotated
 
 import typer
 
 from jax_nvfp4_moe.cli.options import read_text
+from jax_nvfp4_moe.cli.output import to_json
 from jax_nvfp4_moe.cli.termination import cleaning_up
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.quantization.casting import cast_model
@@ -64,7 +64,7 @@ def quantize_command(
         _check_cast(text, scheme, format, modules, exclude, algorithm, dtype)
         with cleaning_up():
             result = cast_model(source, destination, shard_bytes=shard_bytes)
-        print(json.dumps(result))
+        print(to_json(result))
         return
     ids = None
     if text is not None:
@@ -89,7 +89,7 @@ def quantize_command(
             dtype=dtype,
             shard_bytes=shard_bytes,
         )
-    print(json.dumps(result))
+    print(to_json(result))
 
 
 def _check_cast(text, scheme, format, modules, exclude, algorithm, dtype):

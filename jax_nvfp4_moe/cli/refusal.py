@@ -1,6 +1,5 @@
 """Report how far a checkpoint that is refused would load."""
 
-import json
 import pathlib
 from typing import Any
 
@@ -8,7 +7,7 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.survey import Survey, SurveyedModule, survey_checkpoint
 from jax_nvfp4_moe.cli.inspection import any_layer, mebibytes
-from jax_nvfp4_moe.cli.output import table
+from jax_nvfp4_moe.cli.output import table, to_json
 from jax_nvfp4_moe.models.loading import find_architecture
 
 
@@ -35,7 +34,7 @@ def report_refused(
         [*_refused_family(survey), *map(any_layer, (*error.problems, *survey.problems))]
     )
     if as_json:
-        print(json.dumps(_report(path, survey, problems)))
+        print(to_json(_report(path, survey, problems)))
     else:
         print("\n".join(_describe(path, survey)))
     return CheckpointError(problems, error.where or str(path))

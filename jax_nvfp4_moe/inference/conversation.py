@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -73,6 +72,7 @@ class Conversation:
 
         To stop an answer early, close the iterator. The conversation can then continue. Tokens that
         were drawn but not yielded remain in the cache; a text without them is read from its start.
+        If the logits are not finite, a warning says so before the first such token.
 
         Args:
           text: integers ``[n]``, the tokens of all turns so far.
@@ -117,9 +117,7 @@ def _extend(model, sampling, cache, new, count, room):
     """Run new tokens through the model, and draw the first token of the answer."""
     model = restore_model(model)
     logits, cache = model(new, cache, lengths=count, logits_at=count - 1)
-    tokens = jnp.zeros((1, room), jnp.int32)
     # Without the barrier, jax.jit does not reuse the donated memory of the cache, because the model
     # constrains the layout of the result.
     cache = lax.optimization_barrier(cache)
-    state = State(cache, tokens, jnp.int32(0), jnp.zeros(1, jnp.bool_))
-    return draw(sampling, logits[:, 0], state)
+    return draw(sampling, logits[:, 0], State.begin(cache, 1, room))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jax_nvfp4_moe.inference.flat_model import flatten_model
+from jax_nvfp4_moe.inference.not_finite import warn_not_finite
 from jax_nvfp4_moe.inference.prefill import SCORE_CHUNK, score_texts
 
 _BATCH, _BATCH_TOKENS = 4, 8192  # windows, and about their tokens, that are in memory together
@@ -50,6 +51,9 @@ def evaluate(
       mean. With `by_window`, the lists ``cross_entropies`` and ``perplexities`` have one entry per
       window.
 
+      If log-probabilities of a window are not finite, neither are its figures and the mean. A
+      warning of the logger "jax_nvfp4_moe" then names the windows.
+
     Raises:
       ValueError: an argument is out of range, an id is not in the vocabulary, or the text is
         shorter than one window.
@@ -77,6 +81,7 @@ def evaluate(
         losses += (summed[: len(windows) - done] / (window - 1)).tolist()
         if progress is not None:
             progress(min(done + len(batch), len(windows)), len(windows))
+    _warn(losses)
     mean = float(np.mean(losses))
     result = {
         "mean_cross_entropy": mean,
@@ -93,8 +98,11 @@ def evaluate(
 
 
 def perplexity(cross_entropy: float) -> float:
-    """Return ``exp(cross_entropy)``, or ``exp(709)`` if that would overflow a float64."""
-    return math.exp(min(cross_entropy, 709.0))
+    """Return ``exp(cross_entropy)``, or ``exp(709)`` if that would overflow a float64.
+
+    A cross-entropy that is infinite or NaN is returned unchanged.
+    """
+    return math.exp(min(cross_entropy, 709.0)) if math.isfinite(cross_entropy) else cross_entropy
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -108,11 +116,27 @@ def standard_error(values: Sequence[float]) -> float | None:
       values: n numbers.
 
     Returns:
-      The standard error, or None if there are fewer than two values.
+      The standard error, or None if there are fewer than two values. It is NaN if a value is not
+      finite.
     """
     if len(values) < 2:
         return None
+    if not np.isfinite(values).all():
+        return math.nan
     return float(np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def _warn(losses: Sequence[float]) -> None:
+    """Log which windows have a cross-entropy that is not finite, if there are any."""
+    windows = np.flatnonzero(~np.isfinite(losses)).tolist()
+    if windows:
+        warn_not_finite(
+            "the log-probabilities are not finite in %d of %d windows, the first of which is "
+            "window %d (counted from 0)",
+            len(windows),
+            len(losses),
+            windows[0],
+        )
 
 
 def summary_rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:

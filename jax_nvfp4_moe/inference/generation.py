@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.inference.flat_model import flatten_model, restore_model
+from jax_nvfp4_moe.inference.not_finite import warn_rows
 from jax_nvfp4_moe.inference.prefill import (
     NO_GRAPHS,
     count_tokens,
@@ -81,12 +82,28 @@ class State:
       tokens: the new tokens, int32 ``[b, room]``; zeros from index `count` on.
       count: number of new tokens so far, int32 scalar.
       stopped: bool ``[b]``, True for rows that have drawn a stop id.
+      not_finite: int32 ``[b]``, the index of the first new token that was drawn from logits that
+        were not finite; -1 if there is none.
     """
 
     cache: Any
     tokens: jax.Array
     count: jax.Array
     stopped: jax.Array
+    not_finite: jax.Array
+
+    @classmethod
+    def begin(cls, cache: Any, rows: int, room: int) -> "State":
+        """Return the state before the first new token.
+
+        Args:
+          cache: cache of the model, which holds the prompt.
+          rows: number of rows b.
+          room: largest number of new tokens.
+        """
+        tokens = jnp.zeros((rows, room), jnp.int32)
+        stopped, never = jnp.zeros(rows, jnp.bool_), jnp.full(rows, -1, jnp.int32)
+        return cls(cache, tokens, jnp.int32(0), stopped, never)
 
 
 def generate(
@@ -137,6 +154,9 @@ def generate(
       The new tokens without the prompts, int32 ``[b, max_new_tokens]``. A row that has ended
       repeats its stop id.
 
+      If the logits of a row are not finite, its tokens mean nothing. A warning of the logger
+      "jax_nvfp4_moe" then names the row and its first such token.
+
     Raises:
       ValueError: an argument is out of range, or a prompt and its new tokens need more positions
         than ``model.config.max_positions``.
@@ -158,7 +178,9 @@ def generate(
     flat, state = start_decoding(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
     if max_new_tokens > 1:  # the prefill has drawn the first token
         state = decode(flat, sampling, state, np.int32(max_new_tokens))
-    return _fill(state, max_new_tokens)
+    filled = _fill(state, max_new_tokens)
+    warn_rows(np.asarray(state.not_finite))
+    return filled
 
 
 def stream(
@@ -177,7 +199,8 @@ def stream(
     """Generate tokens as `generate` does, and yield them while they are drawn.
 
     The arguments are checked and the prompts are run when you request the first token. Tokens that
-    are drawn within about 20 ms come together.
+    are drawn within about 20 ms come together. A warning about logits that are not finite comes
+    before the first such token.
 
     Args:
       model: as for `generate`.
@@ -258,18 +281,14 @@ def _prefill(model, sampling, padded, lengths, room, num_tokens):
     cache = model.init_cache(b, t + room)
     how = {"lengths": lengths, "logits_at": lengths - 1, "num_tokens": num_tokens}
     logits, cache = model(padded, cache, **how)
-    tokens = jnp.zeros((b, room), jnp.int32)
-    state = State(cache, tokens, jnp.int32(0), jnp.zeros(b, jnp.bool_))
-    return draw(sampling, logits[:, 0], state)
+    return draw(sampling, logits[:, 0], State.begin(cache, b, room))
 
 
 @functools.partial(jax.jit, static_argnames="room", donate_argnames="cache")
 def _begin(sampling, logits, cache, room):
     """Draw the first token after a chunked prefill."""
-    b = logits.shape[0]
     cache = lax.optimization_barrier(cache)
-    tokens, stopped = jnp.zeros((b, room), jnp.int32), jnp.zeros(b, jnp.bool_)
-    return draw(sampling, logits, State(cache, tokens, jnp.int32(0), stopped))
+    return draw(sampling, logits, State.begin(cache, logits.shape[0], room))
 
 
 @functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)
@@ -304,8 +323,11 @@ def decode_in_bursts(model, sampling, state, limit: int) -> Iterator[tuple[State
     """
     done, burst, begin = 0, 1, time.perf_counter()
     while True:
-        tokens, count, stopped = jax.device_get((state.tokens, state.count, state.stopped))
+        tokens, count, stopped, first = jax.device_get(
+            (state.tokens, state.count, state.stopped, state.not_finite)
+        )
         seconds = (time.perf_counter() - begin) / (count - done)
+        warn_rows(np.where(first >= done, first, -1))  # earlier bursts warned of the others
         yield state, tokens[:, done:count]
         done = int(count)
         if done >= limit or stopped.all():
@@ -329,11 +351,17 @@ def _runs_alone_on_a_gpu(model) -> bool:
 def draw(sampling, logits, state):
     """Add the next token of each row to `state`; a stopped row repeats its last token."""
     token = _choose(sampling, logits, state.count)
+    # The drawn token tells whether all logits were usable, without another pass over them: a
+    # maximum takes a NaN first, then infinity, and -infinity only if there is nothing else.
+    # Sampling takes a maximum too, and neither `top_k` nor `top_p` removes a NaN or infinity.
+    drawn = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    new = ~jnp.isfinite(drawn) & ~state.stopped & (state.not_finite < 0)
+    first = jnp.where(new, state.count, state.not_finite)
     last = lax.dynamic_slice_in_dim(state.tokens, jnp.maximum(state.count - 1, 0), 1, axis=1)[:, 0]
     token = jnp.where(state.stopped, last, token)
     stops = (token[:, None] == sampling.stop_ids[None, :]).any(axis=-1)
     tokens = lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.count, axis=1)
-    return State(state.cache, tokens, state.count + 1, state.stopped | stops)
+    return State(state.cache, tokens, state.count + 1, state.stopped | stops, first)
 
 
 def _choose(sampling: Sampling, logits: Float[Array, "b v"], count) -> Int32[Array, " b"]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_nvfp4_moe.figures import drawing
+from jax_nvfp4_moe.inference.not_finite import warn_not_finite
 from jax_nvfp4_moe.models.blocks import expert_blocks, experts_path
 from jax_nvfp4_moe.models.loading import abstract_model, load_model
 from jax_nvfp4_moe.nn.intermediates import capture
@@ -122,7 +123,8 @@ def measure_errors(
         called with the number of finished layers and their total.
 
     Returns:
-      The errors of each scheme, layer by layer. Layers without NVFP4 experts are left out.
+      The errors of each scheme, layer by layer. Layers without NVFP4 experts are left out. A
+      warning of the logger "jax_nvfp4_moe" says if errors are not finite.
 
     Raises:
       CheckpointError: as for `load_model`.
@@ -141,11 +143,21 @@ def measure_errors(
     )
     calls = _record(truth, _check_ids(truth.config, token_ids))
     del truth
-    return [
+    errors = [
         error
         for scheme in schemes
         for error in _measure(path, scheme, calls, dtype, backend, progress)
     ]
+    wrong = [error for error in errors if not math.isfinite(error.nrmse)]
+    if wrong:
+        warn_not_finite(
+            "%d of %d errors are not finite, the first of which is that of %s with scheme %s",
+            len(wrong),
+            len(errors),
+            wrong[0].module,
+            wrong[0].scheme,
+        )
+    return errors
 
 
 def _measure(path, scheme, calls, dtype, backend, progress) -> Iterator[LayerErrors]:

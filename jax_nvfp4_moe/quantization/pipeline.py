@@ -33,6 +33,7 @@ from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, Tensors
 from jax_nvfp4_moe.checkpoint.writing import copy_file, is_free, staged_folder
 from jax_nvfp4_moe.inference.evaluation import split_windows
+from jax_nvfp4_moe.inference.not_finite import NotFiniteError
 from jax_nvfp4_moe.models.loading import (
     LoadPlan,
     find_dtype,
@@ -126,7 +127,8 @@ def quantize_model(
       ValueError: an argument is wrong, `destination` is not empty, or another process is writing to
         it.
       CheckpointError: lists everything that is wrong with the source. It is also raised if the
-        source is quantized already, or if a weight is not finite.
+        source is quantized already, or if a weight is not finite. It is a `NotFiniteError` if
+        activations are not finite during calibration.
       OSError: a file cannot be written, for example because the disk is full. The message names the
         file and its device.
 
@@ -182,6 +184,7 @@ def quantize_model(
         if chosen is Scheme.W4A4 or weighs:
             windows = split_windows(read_model_config(checkpoint), token_ids, window)
             seen = calibrate(load, windows, squares=weighs, progress=progress)
+            _check_finite(plan, seen)
         unseen = _report_unseen(plan, seen)
         writer = _Writer(checkpoint.tensors, plan, seen, FORMATS[format], chosen, algorithm)
         tensors = writer.quantized() | writer.kept(kept_dtype, _router_corrections(load))
@@ -351,13 +354,6 @@ class _Writer:
         largest = np.float32(amax.max())
         if matrix.expert is not None and matrix.product and self._format.names.divides:
             largest = amax[matrix.expert] or largest
-        if not np.isfinite(largest):
-            raise CheckpointError(
-                [
-                    f"{matrix.owner}: the activations that enter it during calibration are not "
-                    "finite; check the weights of the source"
-                ]
-            )
         return largest / np.float32(SCALE_RANGE) if largest > 0 else np.float32(1)
 
 
@@ -369,6 +365,32 @@ def _router_corrections(load: LoadPlan) -> frozenset[str]:
     """
     parts = (part for part in load.parts if part.path.endswith(".router_bias"))
     return frozenset(source.name for part in parts for source in part.all_sources)
+
+
+def _check_finite(plan: Plan, seen: Calibration) -> None:
+    """Check that the activations are finite that enter the matrices during calibration.
+
+    Raises:
+      NotFiniteError: some are not.
+    """
+    found = [
+        *((name, [inputs]) for name, inputs in seen.linears.items()),
+        *((name, inputs) for name, inputs in seen.experts.items()),
+    ]
+    wanted = {matrix.owner for matrix in plan.matrices}
+    wrong = [
+        name
+        for name, parts in found
+        if name in wanted and not all(np.isfinite(part.amax).all() for part in parts)
+    ]
+    if wrong:
+        raise NotFiniteError(
+            [
+                f"the activations that enter {wrong[0]} during calibration are not finite"
+                + (f", and neither are those of {len(wrong) - 1} more modules" if wrong[1:] else "")
+                + "; check the weights of the source, and its config.json"
+            ]
+        )
 
 
 def _is_float(dtype: np.dtype) -> bool:

@@ -92,6 +92,25 @@ def test_the_command_says_what_is_wrong(source_with_tokenizer, tmp_path, capsys)
     assert "is quantized already" in err
 
 
+@pytest.mark.parametrize(
+    "how", [(), ("--scheme", "w4a16", "--algorithm", "weighted_search")], ids=["w4a4", "weighted"]
+)
+def test_activations_that_are_not_finite(source_with_tokenizer, tmp_path, capsys, how):
+    """The weights to quantize are finite, but a norm is not. Nothing is written."""
+    tensors = read_all(source_with_tokenizer)
+    tensors["model.layers.0.post_attention_layernorm.weight"][5] = float("inf")
+    config = read_config(source_with_tokenizer)
+    folder = write_source(tmp_path / "broken", tensors, config)
+    letters.write_tokenizer(folder)
+    text = ("--text", tmp_path / "text.txt", "--calibration-tokens", 64, "--window", 32)
+    status, out, err = call(capsys, "quantize", folder, tmp_path / "q", *text, *how)
+    assert (status, out) == (1, "")
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "the activations that enter model.layers.0.mlp" in line
+    assert "during calibration are not finite" in line
+    assert not (tmp_path / "q").exists()
+
+
 LIMITED = """
 import resource, sys
 from jax_nvfp4_moe.cli.app import main

@@ -105,12 +105,8 @@ def compile_loop(model, batch, sharding):
     """Return the HLO text of greedy decoding."""
     sampling = jax.eval_shape(lambda: generation.make_sampling(0.0, None, 1.0, (), None))
     limit = jax.ShapeDtypeStruct((), jnp.int32)
-    state = generation.State(
-        jax.eval_shape(lambda: model.init_cache(batch, LENGTH)),
-        jax.ShapeDtypeStruct((batch, ROOM), jnp.int32),
-        limit,
-        jax.ShapeDtypeStruct((batch,), jnp.bool_),
-    )
+    cache = jax.eval_shape(lambda: model.init_cache(batch, LENGTH))
+    state = jax.eval_shape(lambda cache: generation.State.begin(cache, batch, ROOM), cache)
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         (model, sampling, state, limit),
