@@ -85,7 +85,8 @@ def generate_command(
             arrivals.append(time.perf_counter())
             yield token[0]
 
-    pieces = tokenizer.decode_stream(tokens())
+    # A continuation keeps the space before its first word. An answer begins without one.
+    pieces = tokenizer.decode_stream(tokens(), () if chat else ids)
     first = next(pieces, "")  # an error in the arguments must come before any output
     for piece in (*([] if chat else [text]), first):
         print(piece, end="", flush=True)
