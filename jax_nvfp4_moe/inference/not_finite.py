@@ -15,7 +15,7 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 LOG = logging.getLogger("jax_nvfp4_moe")
 MARK = "not_finite"  # attribute of the log records of this module
 ADVICE = (
-    "Look for NaN and infinity in the checkpoint, or compute in another dtype, because float16 "
+    "look for NaN and infinity in the checkpoint, or compute in another dtype, because float16 "
     "overflows above 65504"
 )
 _NAMED = 8  # a warning names at most so many rows
@@ -33,7 +33,7 @@ def warn_not_finite(message: str, *values) -> None:
         `logging`.
       values: values of the placeholders.
     """
-    LOG.warning(f"{message}. {ADVICE}", *values, extra={MARK: True})
+    LOG.warning(f"{message}; {ADVICE}", *values, extra={MARK: True})
 
 
 def warn_rows(first: Int32[np.ndarray, " b"]) -> None:
