@@ -18,7 +18,7 @@ from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import require_experts
 from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values, group_channels
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building import Builder, as_stored
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.grouped_query import build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
@@ -195,7 +195,7 @@ class Attention(HeadParallel):
     def __init__(self, config: Llama4Config, layer: int, make: Builder, path: str):
         """Make the attention of `layer` with the heads of one shard."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
-        h, bias = config.hidden, config.attention_bias or "denied"
+        h, bias = config.hidden, as_stored(config.attention_bias)
         self.config, self.dtype = config, make.settings.dtype
         self.target = make.settings.target
         shape = (config.num_kv_heads, config.head_dim)

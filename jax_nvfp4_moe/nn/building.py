@@ -43,6 +43,15 @@ Bias = bool | None | Literal["denied"]
 Values = Mapping[str, Any]  # name of a source -> value that was read for it
 
 
+def as_stored(declared: bool | None) -> Bias:
+    """Return the `Bias` of a linear that takes a stored bias even if it is declared to have none.
+
+    Args:
+      declared: what the configuration says; None if it says nothing.
+    """
+    return "denied" if declared is False else declared
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One part of a model, and the sources that fill it.

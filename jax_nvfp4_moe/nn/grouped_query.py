@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_nvfp4_moe.backends.heads import HeadOptions, normalize_heads, split_heads
 from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values, group_channels
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building import Builder, as_stored
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.norms import mean_square, normalize
@@ -110,9 +110,8 @@ class Attention(HeadParallel):
         projections = {"q": 2 * rows if config.gated else rows, "k": kv_rows}
         if not config.values_from_keys:
             projections["v"] = kv_rows
-        bias, out_bias = ("denied" if b is False else b for b in (config.bias, config.out_bias))
-        self.qkv = make.merged_linear(f"{path}.qkv", h, projections, bias)
-        self.out = make.linear(f"{path}.out", h, rows, out_bias)
+        self.qkv = make.merged_linear(f"{path}.qkv", h, projections, as_stored(config.bias))
+        self.out = make.linear(f"{path}.out", h, rows, as_stored(config.out_bias))
         if config.sinks:
             self.sinks = make.variable(f"{path}.sinks", (config.num_heads,), dtype=jnp.float32)
         if config.normalize is not None:
