@@ -79,9 +79,9 @@ def find_unexpected_keys(
         elif num_layers is not None and _own_layer(name) >= num_layers + drafting:
             planner.warn(
                 "layers left out",
-                name,
-                f"tensors left out, of which {drafting} layers predict further tokens by "
-                f"{_DRAFTING[0]} in the config: {extra}",
+                f"layers.{_own_layer(name)}",
+                f"{quoted(info.name)} is left out: it belongs to the {extra}, and to none of the "
+                f"{drafting} drafting layers ({_DRAFTING[0]})",
             )
         else:
             planner.note(f"tensors left out: {extra}")

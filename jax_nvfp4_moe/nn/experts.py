@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -169,7 +170,9 @@ class RoutedExperts(nnx.Module):
                     scheme=self.scheme,
                     weight_on_input=self.options.weight_on_input,
                 )
-            ids = narrow_ids(lax.collapse(expert_ids, 0, -1))
+            # Ids of NumPy may have 64 bits. JAX would cut them before they are checked.
+            *lead, k = expert_ids.shape
+            ids = narrow_ids(expert_ids.reshape(math.prod(lead), k))
             y = run(
                 lax.collapse(x, 0, -1).astype(self.options.dtype),
                 params,

@@ -237,7 +237,9 @@ def test_known_extras_are_noted_and_left_out(tmp_path, caplog):
         "multi-token prediction (1)",
         "vision tower (2)",
         "KV-cache scales (2)",
-        "layers beyond the 2 that the config declares (2)",
+        "'model.layers.2.mlp.gate.weight' is left out: it belongs to the layers beyond the 2 that "
+        "the config declares, and to none of the 0 drafting layers (num_nextn_predict_layers), and "
+        "so for 1 other modules",
         "modules outside of the language model (1)",
         "input scales of dense modules are ignored (1)",
     ):

@@ -343,7 +343,7 @@ def test_products_are_as_accurate_as_with_decoded_weights(tmp_path, rows):
     assert_as_accurate_as(y, yardstick, truth)
     with pytest.raises(AssertionError, match="yardstick"):
         assert_as_accurate_as(np.roll(y, 1, axis=1), yardstick, truth)
-    wide = kept(x, dtype=jnp.float32)
+    wide = kept.in_float32(x)
     assert wide.dtype == jnp.float32
     np.testing.assert_array_equal(wide.astype(jnp.bfloat16), y)
     for found in (

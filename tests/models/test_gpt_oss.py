@@ -129,8 +129,8 @@ def test_square_dense_stacks_lie_as_their_family_says(tmp_path):
     np.testing.assert_array_equal(experts.down, np.swapaxes(down, 1, 2))
 
 
-def test_mxfp4_must_be_declared(tmp_path):
-    """The config is ModelOpt's, which declares no MXFP4."""
+def test_mxfp4_that_does_not_fill_blocks_is_refused(tmp_path):
+    """48 inputs are no whole number of MXFP4's blocks of 32, whatever the config declares."""
 
     def blocks(tensors):
         for name in [name for name in tensors if ".experts." in name]:
@@ -142,7 +142,7 @@ def test_mxfp4_must_be_declared(tmp_path):
                 tensors[f"{name}_scales"] = np.zeros((6, rows, 2), np.uint8)
                 tensors[f"{name}_bias"] = np.zeros((6, rows), ml_dtypes.bfloat16)
 
-    with pytest.raises(CheckpointError, match=r"experts are stored in MXFP4 but declared w4a16"):
+    with pytest.raises(CheckpointError, match=r"intermediate = 48: expected a multiple of 32"):
         load_model(edited(tmp_path, STACKED.name, blocks))
 
 

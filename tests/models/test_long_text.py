@@ -53,13 +53,14 @@ def in_pieces(model, ids, count):
 
 
 def load(name, folder, positions=TEXT, **changes):
-    """Copy the checkpoint `name` to the new `folder` with so many positions, and load it.
+    """Copy the checkpoint `name` to the new `folder`, and load it with so many positions.
 
-    `changes` are further fields of the config.
+    `changes` are fields of the config. YaRN of some folders is for fewer positions.
     """
-    changes |= {"max_position_embeddings": positions}
     copy = copy_with_config(CHECKPOINTS / name, folder, **changes)
-    return load_model(copy, dtype=jnp.float32)
+    model = load_model(copy, dtype=jnp.float32)
+    model.config = dataclasses.replace(model.config, max_positions=positions)
+    return model
 
 
 def random_text(model, tokens, rows=2):
