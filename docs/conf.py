@@ -45,6 +45,3 @@ def _signature(_app, what, _name, value, _options, arguments, result):
 def setup(app):
     """Connect `_signature` to Sphinx."""
     app.connect("autodoc-process-signature", _signature)
-
-
-html_extra_path = ["../build/docs/source/extra"]  # pictures of the README that raw HTML names

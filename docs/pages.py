@@ -314,9 +314,6 @@ def write(folder: pathlib.Path) -> None:
         path.replace(".ipynb", ".md"): re.sub(r"(\(|/)(\d\d_\w+)\.ipynb", r"\1\2.md", text)
         for path, text in pages.items()
     }
-    for path in re.findall(r'(?:src|srcset)="([^":]+)"', home):  # pictures that raw HTML names
-        (folder / "extra" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, folder / "extra" / path)
     for path in own:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)

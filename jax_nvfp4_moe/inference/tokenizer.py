@@ -98,7 +98,9 @@ class Tokenizer:
             text = text.replace(spaced, spaced.strip())
         return text
 
-    def decode_stream(self, ids: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
+    def decode_stream(
+        self, ids: Iterator[int], after: Sequence[int] | np.ndarray = ()
+    ) -> Iterator[str]:
         """Yield the text that each token id adds.
 
         A character may consist of the bytes of several tokens. Its text comes with the last of
