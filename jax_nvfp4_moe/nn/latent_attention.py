@@ -365,7 +365,7 @@ def _apart(config, expansion):
     made = HeadMatrices(matrix[:, : config.qk_nope_head_dim], matrix[:, config.qk_nope_head_dim :])
     layout = find_layout(expansion.weight)
     if layout is not None:
-        layout = layout._replace(segments=((config.num_heads, layout.shards),))
+        layout = dataclasses.replace(layout, segments=((config.num_heads, layout.shards),))
     for variable in (made.keys, made.values):
         mark(variable, layout)
     return made

@@ -1,5 +1,7 @@
 """The module of a linear layer, which follows from the format of its weights in the file."""
 
+import dataclasses
+
 from jax_nvfp4_moe.checkpoint.values import LinearWeights
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
@@ -57,5 +59,5 @@ def make_linear(
         return made
     scaled = ScaledLinear(made, found.channel_scale)
     if layout is not None and by_columns:  # the scales are divided like the columns they multiply
-        mark(scaled.scale, layout._replace(axis="rows"))
+        mark(scaled.scale, dataclasses.replace(layout, axis="rows"))
     return scaled

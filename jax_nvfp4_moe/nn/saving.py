@@ -13,6 +13,7 @@ there to the layout and mesh of the module.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -275,7 +276,11 @@ def _description(entries) -> dict[str, Any]:
         ]
         for name, tensor in tensors(entries)
     }
-    shards = {entry.name: list(entry.shards) for entry in entries if entry.shards is not None}
+    shards = {
+        entry.name: list(dataclasses.astuple(entry.shards))
+        for entry in entries
+        if entry.shards is not None
+    }
     return {"version": _VERSION, "layouts": layouts, "shards": shards, "arrays": arrays}
 
 

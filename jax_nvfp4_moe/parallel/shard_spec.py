@@ -58,7 +58,8 @@ class ShardSpec(NamedTuple):
         return ShardLayout(self.axis, tuple((own, self.parts) for own in widths), shards)
 
 
-class ShardLayout(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ShardLayout:
     """How the global arrays of a variable are divided; stored as metadata of the variable.
 
     Attributes:

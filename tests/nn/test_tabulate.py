@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from given import CHECKPOINTS
+from host_devices import make_mesh
 
 import jax_nvfp4_moe as nvfp4
 
@@ -115,3 +116,14 @@ def test_a_cache_is_copied_replaced_and_compared():
         assert jax.tree.structure(one) == jax.tree.structure(cache)
         assert one.max_length == one[2] == 8
     assert jax.tree.structure(cache) != jax.tree.structure(model.init_cache(2, 9))
+
+
+@pytest.mark.eight_devices
+def test_a_whole_model_on_a_mesh():
+    """The table shows how each variable is divided, which Flax takes from its metadata."""
+    model = nvfp4.load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", mesh=make_mesh((2, 4)))
+    before = np.asarray(model(IDS))
+    table = tabulate(model, IDS)
+    assert {"Decoder", "NVFP4MoE"} <= names(table)
+    assert "ShardLayout" in table
+    np.testing.assert_array_equal(model(IDS), before)
