@@ -23,7 +23,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.folder import exists, find_folder, locate, read_json
+from jax_nvfp4_moe.inference.chat_template import DEFAULT
 from jax_nvfp4_moe.inference.generation import round_up, stream
 from jax_nvfp4_moe.inference.not_finite import warn_not_finite
 from jax_nvfp4_moe.inference.prefill import score_texts
@@ -38,7 +38,6 @@ _LOOK = 8  # number of new tokens between two searches for stop strings
 # If the user does not choose the number of texts per call, a call has at most so many texts, and
 # about so many tokens. The cache of 32768 tokens of Qwen3-30B-A3B takes 6.4 GB in float32.
 _BATCH, _BATCH_TOKENS = 8, 32768
-_ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of templates with other names
 # What marks the end of a message that the model shall continue; transformers marks it in this way.
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 # Options of generation that are implemented, as `normalize_gen_kwargs` returns them.
@@ -138,7 +137,8 @@ class HarnessModel(TemplateLM):
             raise ValueError(f"add_bos_token: expected True, False or None; got {add_bos_token!r}")
         self._fixed_batch, self._most = _batch_sizes(batch_size, max_batch_size)
         self.text_tokenizer: Tokenizer = load_tokenizer(path)
-        self._templates = _named_templates(path)
+        templates = self.text_tokenizer.templates
+        self._templates = {} if templates.keys() <= {DEFAULT} else templates
         devices = None if mesh is None else make_mesh(mesh)
         how = {"backend": kernel, "mesh": devices, "dispatch": dispatch}
         self.model = load_model(path, scheme=scheme, dtype=jnp.dtype(dtype), **how)
@@ -600,19 +600,6 @@ def _check_id(token: int | None, vocabulary: int) -> int | None:
             f"prefix_token_id: expected an id from 0 to {vocabulary - 1}, got {token!r}"
         )
     return token
-
-
-def _named_templates(path) -> dict[str, str]:
-    """Return the chat templates of a checkpoint that have names: name -> source."""
-    folder = find_folder(path)
-    config = read_json(folder, TOKENIZER_CONFIG) if exists(folder, TOKENIZER_CONFIG) else {}
-    listed = config.get("chat_template")
-    pairs = listed if isinstance(listed, list) else []
-    found = {one["name"]: one["template"] for one in pairs if {"name", "template"} <= set(one)}
-    for file in sorted((folder / _ADDITIONAL_TEMPLATES).glob("*.jinja")):
-        name = f"{_ADDITIONAL_TEMPLATES}/{file.name}"
-        found[file.stem] = locate(folder, name).read_text(encoding="utf-8")
-    return found
 
 
 def _shortened(texts) -> str:

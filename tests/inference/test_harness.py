@@ -276,13 +276,11 @@ def test_named_chat_templates(tmp_path, caplog):
 
     folder = cases.write_variant(EXAMPLE, tmp_path / "named", "named_chat")
     shutil.copy(EXAMPLE / "model.safetensors", folder)
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "other.jinja").write_text("{{ messages }}")
     harness = HarnessModel(str(folder))
-    assert harness.chat_template("other") == "{{ messages }}"
+    assert harness.chat_template("short") == harness.text_tokenizer.templates["short"]
     assert harness.apply_chat_template([{"role": "user", "content": "x"}]).startswith("hash# user")
     assert "renders messages with the default template" in caplog.text
-    with pytest.raises(ValueError, match="one of default, other, short; got 'none'"):
+    with pytest.raises(ValueError, match="one of default, short; got 'none'"):
         harness.chat_template("none")
     plain = cases.write_variant(EXAMPLE, tmp_path / "chat", "strict_chat")
     shutil.copy(EXAMPLE / "model.safetensors", plain)
