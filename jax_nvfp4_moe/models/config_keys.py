@@ -108,7 +108,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 # A key -> the key without which its reader does not look at it.
-_SWITCHES = {"sliding_window": "use_sliding_window"}
+_SWITCHES = dict.fromkeys(("sliding_window", "layer_types"), "use_sliding_window")
 
 _FOR_TRAINING = "it matters in training alone"
 _FOR_TOKENIZER = "token ids come from the tokenizer and the caller"
