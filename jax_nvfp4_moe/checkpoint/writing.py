@@ -97,6 +97,27 @@ def sole_writer(folder: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def claimed_folder(folder: pathlib.Path) -> Iterator[None]:
+    """Make a folder if it is missing, and hold it as `sole_writer` does.
+
+    After an error, a folder that was missing is missing again, unless something is in it.
+
+    Raises:
+      ValueError: somebody else holds the folder.
+    """
+    existed = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with sole_writer(folder):
+            yield
+    except BaseException:
+        if not existed:
+            with contextlib.suppress(OSError):  # it was never created, or others write to it
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def staged_folder(folder: pathlib.Path, last: str) -> Iterator[pathlib.Path]:
     """Yield a folder for new files, and move them to `folder` if the block ends without an error.
 
@@ -111,21 +132,13 @@ def staged_folder(folder: pathlib.Path, last: str) -> Iterator[pathlib.Path]:
     Raises:
       ValueError: the folder is not empty, or another process is writing to it.
     """
-    existed = folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with sole_writer(folder):
-            if not is_free(folder):
-                raise ValueError(
-                    f"destination: expected a folder that is empty or does not exist, got {folder}"
-                )
-            with _moved_at_the_end(folder, last) as stage:
-                yield stage
-    except BaseException:
-        if not existed:
-            with contextlib.suppress(OSError):  # it was never created, or others write to it
-                folder.rmdir()
-        raise
+    with claimed_folder(folder):
+        if not is_free(folder):
+            raise ValueError(
+                f"destination: expected a folder that is empty or does not exist, got {folder}"
+            )
+        with _moved_at_the_end(folder, last) as stage:
+            yield stage
 
 
 @contextlib.contextmanager

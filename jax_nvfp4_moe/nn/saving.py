@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import expand_home, read_json
-from jax_nvfp4_moe.checkpoint.writing import LOCK, PARTIAL, sole_writer, write_file
+from jax_nvfp4_moe.checkpoint.writing import LOCK, PARTIAL, claimed_folder, write_file
 from jax_nvfp4_moe.nn.resharding import (
     convert,
     find_entries,
@@ -181,23 +181,15 @@ def _unfinished(folder, record) -> Iterator[None]:
     Raises:
       ValueError: the folder has other files, or another program is writing to it.
     """
-    existed = folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with sole_writer(folder):
-            _check_free(folder)
+    with claimed_folder(folder):
+        _check_free(folder)
+        _clear(folder)
+        try:
+            write_file(folder / _UNFINISHED, [record.encode()])
+            yield
+        except BaseException:
             _clear(folder)
-            try:
-                write_file(folder / _UNFINISHED, [record.encode()])
-                yield
-            except BaseException:
-                _clear(folder)
-                raise
-    except BaseException:
-        if not existed:
-            with contextlib.suppress(OSError):  # it was never created, or others write to it
-                folder.rmdir()
-        raise
+            raise
 
 
 def _check_free(folder):
