@@ -316,7 +316,9 @@ def test_names_of_another_tool_than_the_config(tmp_path, caplog, name):
     given = load_moe(GIVEN / name).params
     assert scheme is Scheme.W4A4
     np.testing.assert_array_equal(params.gate_up.packed, given.gate_up.packed)
-    np.testing.assert_allclose(params.gate_up.global_scale, given.gate_up.global_scale, rtol=1e-6)
+    # The reciprocal of a reciprocal is rounded twice.
+    scales = params.gate_up.global_scale, given.gate_up.global_scale
+    np.testing.assert_allclose(*scales, rtol=2 * np.finfo(np.float32).eps)
     tool = "ModelOpt" if name == W4A4 else "compressed-tensors"
     assert f"the config is that of {tool}, but tensors have names such as" in caplog.text
 
