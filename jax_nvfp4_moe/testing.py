@@ -106,22 +106,30 @@ def _random_routing(key, tokens, num_experts, top_k):
     return ids, weights / weights.sum(axis=-1, keepdims=True)
 
 
-def assert_as_accurate_as(actual, yardstick, truth, factor: float = 2.0) -> None:
+def assert_as_accurate_as(
+    actual, yardstick, truth, factor: float = 2.0, *, tolerated: float = 2**-6
+) -> None:
     """Assert that the worst error of `actual` is at most `factor` times that of a yardstick.
 
     The condition is ``max |actual - truth| <= factor * max |yardstick - truth| + ulp``. The term
     ulp is half the epsilon of the dtype of `actual`, times the largest ``|truth|``. Without it, an
     exact yardstick would allow no rounding at all.
 
+    A yardstick that is wrong would allow any error, so its own error is limited too:
+    ``||yardstick - truth|| <= tolerated * ||truth||``, where both are finite.
+
     Args:
       actual: the array under test, of any float dtype.
       yardstick: the same result, computed by plain XLA in bfloat16 or in the dtype under test.
       truth: the exact result in float64, from the same codes and scales.
       factor: allowed ratio of the errors, 2 by default.
+      tolerated: largest error of the yardstick itself, relative to `truth`. The default of 1/64
+        allows several roundings to bfloat16. Roundings to FP4 need more, because a value near the
+        middle of two codes may take either.
 
     Raises:
-      AssertionError: if the error is larger, or `actual` contains NaN; the message gives the worst
-        element, its value and the bound.
+      AssertionError: if the error is larger, if `actual` contains NaN, or if the yardstick is
+        wrong; the message gives the worst element, its value and the bound.
 
     Example:
       >>> import jax.numpy as jnp
@@ -137,9 +145,17 @@ def assert_as_accurate_as(actual, yardstick, truth, factor: float = 2.0) -> None
     truth = np.asarray(truth, np.float64)
     if truth.size == 0:
         return
+    plain = np.asarray(yardstick, np.float64)
+    finite = np.isfinite(truth) & np.isfinite(plain)
+    distance, size = (np.linalg.norm(x[finite]) for x in (plain - truth, truth))
+    if distance > tolerated * size:
+        raise AssertionError(
+            f"what the result is compared with is itself wrong by {distance / size:.2g} of the "
+            f"exact result ({tolerated:.2g} allowed)"
+        )
     error = np.abs(np.asarray(actual, np.float64) - truth)
     spacing = float(jnp.finfo(actual.dtype).eps) / 2 * np.abs(truth).max()
-    allowed = factor * np.abs(np.asarray(yardstick, np.float64) - truth).max() + spacing
+    allowed = factor * np.abs(plain - truth).max() + spacing
     worst = np.unravel_index(np.nan_to_num(error, nan=np.inf).argmax(), error.shape)
     if not error[worst] <= allowed:
         raise AssertionError(

@@ -1,12 +1,14 @@
 """Test `ops.add_rms_norm` off GPUs: its definition, its errors, its choice and its derivative."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from norm_suite import EPS, make
+from axes import axis
+from norm_suite import CASES, EPS, PAIRS, NormSuite, make
 
 from jax_nvfp4_moe import NoBackendError, Problem, Target, explain, ops
 from jax_nvfp4_moe.numerics.norms import normalize
@@ -16,6 +18,15 @@ GPU = Target("cuda", (9, 0))
 
 def operands(pair="bfloat16-bfloat16"):
     return tuple(map(jnp.asarray, make("odd", pair)))
+
+
+class TestReference(NormSuite):
+    case = axis(*CASES)
+    pair = axis(*PAIRS)
+
+    @pytest.fixture
+    def run(self):
+        return functools.partial(ops.add_rms_norm, target=Target("cpu"))
 
 
 @pytest.mark.parametrize("pair", ["bfloat16-bfloat16", "bfloat16-float32", "float32-float32"])

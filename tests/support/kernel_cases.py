@@ -162,6 +162,16 @@ def _up(size, factor):
     return min(power, -(-size // 256) * 256)
 
 
+# How far the yardstick may be from the truth where activations are rounded to FP4. The first product
+# is not exact in either, so that some of its values take the next code in one of them.
+NEXT_CODES = 2**-3
+
+
+def tolerated(mode):
+    """Return what `assert_as_accurate_as` tolerates of the yardstick."""
+    return 2**-6 if mode == "none" else NEXT_CODES
+
+
 def _yardstick_product(dtype):
     return float64_layer.sequential_float32 if dtype == F32 else xla(dtype)
 
@@ -195,6 +205,10 @@ class LayerCall:
     def yardstick(self):
         product = _yardstick_product(self.x.dtype)
         return float64_layer.moe(*self.operands, matmul=product).astype(self.x.dtype)
+
+    @property
+    def mode(self):
+        return self.options.activation_scale
 
     def of_tokens(self, rows):
         """Return the call for some of its tokens."""

@@ -43,13 +43,15 @@ def assert_accurate(run, call):
     actual = np.asarray(run(call))
     assert actual.dtype == call.x.dtype
     assert actual.shape == call.truth.shape
-    assert_as_accurate_as(actual, call.yardstick, call.truth)
+    assert_as_accurate_as(actual, call.yardstick, call.truth, tolerated=cases.tolerated(call.mode))
     return actual
 
 
 def assert_inaccurate(actual, call):
     with pytest.raises(AssertionError, match=r"over 2\.0 x"):
-        assert_as_accurate_as(np.asarray(actual), call.yardstick, call.truth)
+        assert_as_accurate_as(
+            np.asarray(actual), call.yardstick, call.truth, tolerated=cases.tolerated(call.mode)
+        )
 
 
 def assert_zeros(y):
