@@ -178,15 +178,30 @@ def open_case(case: str) -> Iterator[list[hostile.Step]]:
     (folder / "config.json").write_text(text, encoding="utf-8")
     steps = [
         ("inspect", hostile.command("inspect", str(folder))),
-        ("trace", hostile.as_command(lambda: trace(folder))),
+        ("trace", hostile.as_command(lambda: trace(folder, sizes_of(base)))),
     ]
     if (folder / "tokenizer.json").exists():
         steps.append(("tokenizer", hostile.as_command(lambda: load_tokenizer(folder))))
     yield steps
 
 
-def trace(folder: pathlib.Path) -> None:
-    """Trace the model of a folder on three tokens and one more, without compiling anything."""
+@functools.cache
+def sizes_of(base: str) -> Any:
+    """Return the sizes of a configuration's model before the change."""
+    from jax_nvfp4_moe.checkpoint.folder import merge_text_config
+    from jax_nvfp4_moe.models.loading import find_architecture
+
+    config = merge_text_config(config_of(base))
+    return find_architecture(config).read_config(config)
+
+
+def trace(folder: pathlib.Path, known: Any = None) -> None:
+    """Trace the model of a folder on three tokens and one more, without compiling anything.
+
+    Args:
+      folder: the folder.
+      known: sizes of a model that need no trace, because nothing has changed.
+    """
     import jax
     from flax import nnx
 
@@ -196,8 +211,9 @@ def trace(folder: pathlib.Path) -> None:
         _, cache = model(ids, model.init_cache(1, 8))
         return model(ids[:, :1], cache)
 
-    ids = jax.ShapeDtypeStruct((1, 3), "int32")
-    nnx.eval_shape(run, abstract_model(folder).model, ids)
+    model = abstract_model(folder).model
+    if model.config != known:
+        nnx.eval_shape(run, model, jax.ShapeDtypeStruct((1, 3), "int32"))
 
 
 def load_tokenizer(folder: pathlib.Path) -> None:

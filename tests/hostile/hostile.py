@@ -264,7 +264,9 @@ def report(program: pathlib.Path, results: Sequence[Result], total: int, took: f
 
 def _shown(program):
     root = TESTS.parent
-    return program.resolve().relative_to(root) if program.resolve().is_relative_to(root) else program
+    return (
+        program.resolve().relative_to(root) if program.resolve().is_relative_to(root) else program
+    )
 
 
 def serve(open_case, cases: Sequence[str] | None) -> None:
@@ -284,8 +286,9 @@ def serve(open_case, cases: Sequence[str] | None) -> None:
 
 def warm_up() -> None:
     """Import the package, and compile what every case needs."""
-    import jax_nvfp4_moe.cli.app  # noqa: F401, PLC0415
-    from given import CHECKPOINTS  # noqa: PLC0415
+    from given import CHECKPOINTS
+
+    import jax_nvfp4_moe.cli.app  # noqa: F401
 
     measure(command("inspect", str(CHECKPOINTS / "qwen3moe-modelopt-w4a16")), False)
 
@@ -303,7 +306,9 @@ def run_case(case: str, open_case, shows: bool) -> Result:
             if verdict != "fault" and megabytes > MEGABYTES:
                 verdict, why = "fault", f"takes over {MEGABYTES} MB; {verdict}: {why}"
             if shows:
-                print(f"{name}: {verdict}: {why} ({seconds:.2f} s, {megabytes} MB)", file=sys.stderr)
+                print(
+                    f"{name}: {verdict}: {why} ({seconds:.2f} s, {megabytes} MB)", file=sys.stderr
+                )
             order = ("right", "refused", "fault")
             if order.index(verdict) > order.index(worst.verdict):
                 worst = dataclasses.replace(worst, verdict=verdict, why=f"{name}: {why}")
