@@ -15,7 +15,7 @@ import pytest
 from given import CHECKPOINTS
 from resized import write_resized
 
-from jax_nvfp4_moe import load_model
+from jax_nvfp4_moe import CheckpointError, load_model
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config
 from jax_nvfp4_moe.models.loading import find_architecture
 
@@ -66,6 +66,40 @@ def test_the_documented_configuration_is_read(name):
     experts = config.experts.count if name == "nemotron_h" else config.num_experts
     assert experts == next(published[n] for n in names if n in published)
     assert config.tied == published["tie_word_embeddings"]
+
+
+# Fields without which another value is taken than that of the published configuration. The sizes of
+# heads follow from other fields, where a file leaves them out. The entries of Gemma 4, Step-3.7 and
+# Nemotron-H hold the values of a model, not the defaults of a class.
+OTHER_DEFAULTS = {
+    "ernie4_5_moe": {"num_key_value_heads"},
+    "lfm2_moe": {"num_key_value_heads"},
+    "mistral4": {"q_lora_rank"},
+    "bailing_hybrid": {"linear_head_dim"},
+    "minimax_m3": {"num_key_value_heads", "rotary_dim"},
+    "gemma4": {"attention_k_eq_v", "final_logit_softcapping", "head_dim", "num_key_value_heads"}
+    | {"num_global_key_value_heads", "sliding_window"},
+    "step3p7": {"layer_types", "moe_router_scaling_factor", "num_sliding_attention_heads"}
+    | {"rope_parameters", "swiglu_limits", "swiglu_limits_shared"},
+    "nemotron_h": {"mamba_num_heads", "num_key_value_heads", "routed_scaling_factor"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_field_that_is_left_out_has_its_documented_value(name):
+    """Files may leave out fields that have the default of the family's configuration class."""
+    published = CONFIGURATIONS[name]
+    read = find_architecture(small_config(name)).read_config
+    config, other, same = read(published), set(), 0
+    for field in published:
+        try:
+            found = read({key: value for key, value in published.items() if key != field})
+        except CheckpointError:  # the field has no default
+            continue
+        same += found == config
+        other |= set() if found == config else {field}
+    assert other == OTHER_DEFAULTS.get(name, set())
+    assert same > 8
 
 
 @pytest.mark.slow
