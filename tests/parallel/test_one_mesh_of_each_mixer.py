@@ -14,7 +14,7 @@ from divided_attention import load_attention
 from host_devices import BOUND, IDS, call, difference, make_mesh, tokens
 from unquantized import dequantized
 
-from jax_nvfp4_moe import load_model
+from jax_nvfp4_moe import load_model, load_moe
 from jax_nvfp4_moe.models import kimi_linear, minimax_m3, qwen3_moe, step3p7
 from jax_nvfp4_moe.parallel import ExpertMesh
 
@@ -83,3 +83,14 @@ def test_each_head_keeps_its_scale_of_an_fp8_cache(tmp_path):
         for mesh in (None, ExpertMesh(make_mesh((1, 4))))
     )
     assert difference(four, one) <= BOUND
+
+
+def test_a_joined_mlp_keeps_gate_beside_up(tmp_path):
+    """One matrix holds gate and up: each device has a part of both."""
+    folder = dequantized("granitemoeshared-modelopt-w4a16", tmp_path)
+    one, two = (
+        load_moe(folder, 0, dtype=jnp.float32, mesh=mesh).shared_experts
+        for mesh in (None, make_mesh((1, 2)))
+    )
+    assert two.expert_mesh is not None
+    assert difference(call(two, tokens(9)), call(one, tokens(9))) <= BOUND
