@@ -1,7 +1,9 @@
 """Test that written checkpoints are read back with the same tensors and parameters, bit for bit."""
 
+import io
 import json
 import os
+import pathlib
 import re
 
 import jax
@@ -10,9 +12,9 @@ import pytest
 from given import CHECKPOINTS
 
 from jax_nvfp4_moe import load_moe
-from jax_nvfp4_moe.checkpoint.export import write_checkpoint
+from jax_nvfp4_moe.checkpoint.export import write_checkpoint, write_safetensors
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
-from jax_nvfp4_moe.checkpoint.writing import sole_writer, staged_folder
+from jax_nvfp4_moe.checkpoint.writing import copy_file, sole_writer, staged_folder, write_file
 
 FOLDERS = sorted(p.name for p in CHECKPOINTS.iterdir() if (p / "model.safetensors").exists())
 
@@ -89,6 +91,58 @@ def test_canonical_parameters_come_back(tmp_path, name):
     assert jax.tree.structure(after) == jax.tree.structure(before)
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_files_are_filled_to_the_byte_and_say_what_readers_ask_for(tmp_path):
+    """Readers of other tools ask for the format in each header, and for the size in the index."""
+    tensors = {name: np.arange(4, dtype=np.float32) for name in "abcde"}
+    write_checkpoint(tmp_path / "shards", tensors, {}, shard_bytes=32)
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 5 * 16}
+    files = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 1, 2, 2, 3)]
+    assert index["weight_map"] == dict(zip("abcde", files, strict=True))
+    write_checkpoint(tmp_path / "whole", tensors, {}, shard_bytes=80)
+    whole = tmp_path / "whole" / "model.safetensors"
+    for path in (*(tmp_path / "shards" / name for name in files), whole):
+        contents = path.read_bytes()
+        size = int.from_bytes(contents[:8], "little")
+        assert json.loads(contents[8 : 8 + size])["__metadata__"] == {"format": "pt"}
+        assert size % 8 == 0  # the data then begin at a multiple of their element size
+
+
+def test_tensors_begin_at_multiples_of_their_element_size(tmp_path):
+    """Names and shapes of many lengths, so that the length of the header needs each padding."""
+    for length in range(1, 9):
+        tensors = {"x" * length: np.zeros(3, np.uint8), "y": np.ones(2, np.float32)}
+        path = tmp_path / "model.safetensors"
+        write_safetensors(path, tensors)
+        contents = path.read_bytes()
+        size = int.from_bytes(contents[:8], "little")
+        header = json.loads(contents[8 : 8 + size])
+        assert size % 8 == 0
+        assert header["y"]["data_offsets"] == [0, 8]
+        assert contents[8 + size :] == tensors["y"].tobytes() + tensors["x" * length].tobytes()
+
+
+def test_a_large_file_is_copied_whole(tmp_path):
+    """A tokenizer has several megabytes."""
+    contents = bytes(range(256)) * 9000 + b"end"
+    (tmp_path / "tokenizer.json").write_bytes(contents)
+    copy_file(tmp_path / "tokenizer.json", tmp_path / "copy.json")
+    assert (tmp_path / "copy.json").read_bytes() == contents
+
+
+def test_a_write_that_takes_a_part_goes_on(tmp_path, monkeypatch):
+    """Linux writes at most 2 GiB at once."""
+
+    class Short(io.FileIO):
+        def write(self, block):
+            return super().write(memoryview(block)[:7])
+
+    monkeypatch.setattr(pathlib.Path, "open", lambda path, *_, **__: Short(path, "w"))
+    write_file(tmp_path / "file", [bytes(range(100)), memoryview(b"more")])
+    monkeypatch.undo()
+    assert (tmp_path / "file").read_bytes() == bytes(range(100)) + b"more"
 
 
 def test_the_file_that_says_that_all_are_there_moves_last(tmp_path, monkeypatch):

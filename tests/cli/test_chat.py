@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
+import jax
 import numpy as np
 import pytest
 from given import EXAMPLE
 
 import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.cli import app, chat
 from jax_nvfp4_moe.cli.chat import Turns, read_variables
 
 TEMPLATE = (
@@ -115,6 +118,41 @@ def test_without_a_template_the_text_goes_on():
     turns.answered([11, 12])
     more = turns.ask("x")
     assert more[-3:].tolist() == [11, 12, *tokenizer.encode("x", special=False)]
+
+
+def test_a_new_conversation_begins_as_the_first_one(tokenizer, tmp_path, monkeypatch):
+    """It has the system message and the variables of the command, and no earlier turn."""
+    asked, options = [], {}
+
+    class Recorded:
+        def __init__(self, model, **given):
+            options.update(given)
+
+        def answer(self, text, max_new_tokens):
+            asked.append((text.tolist(), max_new_tokens))
+            yield from (7, 8)
+
+    lines = iter(("hi", "why", "/reset", "hi", "/exit"))
+    positions = types.SimpleNamespace(max_positions=2048)
+    monkeypatch.setattr(
+        chat, "load_model", lambda *_, **__: types.SimpleNamespace(config=positions)
+    )
+    monkeypatch.setattr(chat, "Conversation", Recorded)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    command = ["chat", str(tmp_path / "model"), "--system", "be brief", "--max-new-tokens", "9"]
+    sampling = {"temperature": 0.7, "top_k": 3, "top_p": 0.3}
+    for name, value in (sampling | {"seed": 5, "context": 100}).items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    with pytest.raises(SystemExit) as stopped:
+        app.main(command)
+    assert not stopped.value.code
+    text = "<system>be brief</system><user>hi</user><assistant>"
+    first = tokenizer.encode(text, special=False).tolist()
+    assert [new for _, new in asked] == [9] * 3
+    assert [asked[0][0], asked[2][0]] == [first] * 2
+    assert asked[1][0][: len(first) + 2] == [*first, 7, 8]
+    assert options.pop("key") == jax.random.key(5)
+    assert options == sampling | {"max_length": 100, "stop_ids": tokenizer.stop_ids}
 
 
 class Terminal:

@@ -11,6 +11,7 @@ from given import CHECKPOINTS
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.inference.conversation import Conversation
+from jax_nvfp4_moe.inference.generation import make_sampling
 
 MODELS = {
     "attention": CHECKPOINTS / "qwen3moe-modelopt-w4a16",
@@ -103,6 +104,15 @@ def test_an_answer_may_be_interrupted(model, monkeypatch):
         list(talk.answer(np.concatenate([FIRST, SECOND]), 6))
     monkeypatch.undo()
     np.testing.assert_array_equal(list(talk.answer(FIRST, 6)), expected(model, FIRST, 6))
+
+
+def test_all_options_of_sampling_are_used():
+    model, key = nvfp4.load_model(MODELS["attention"]), jax.random.key(1)
+    given = {"temperature": 0.7, "top_k": 3, "top_p": 0.3, "stop_ids": (5, 7), "key": key}
+    found, expected = Conversation(model, max_length=60, **given)._sampling, make_sampling(**given)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert (one == other).all()
 
 
 def test_stops_and_room():

@@ -10,7 +10,7 @@ from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.inference import generation
-from jax_nvfp4_moe.inference.generation import Sampling, _choose, stream
+from jax_nvfp4_moe.inference.generation import Sampling, _choose, make_sampling, stream
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.decoder import Decoder
 
@@ -235,6 +235,9 @@ def draws(count, **options):
         ({"top_k": 2}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_p": 0.74}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_p": 0.76}, [1 / 6, 5 / 9, 0, 5 / 18]),
+        # The chances of the three tokens that `top_k` keeps are 0.17, 0.56 and 0.28, so that two of
+        # them are enough for 0.8. Of all tokens, three would be needed.
+        ({"top_k": 3, "top_p": 0.8}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_k": 9}, [0.15, 0.5, 0.1, 0.25]),
         ({"temperature": 0.5}, [0.0652, 0.7246, 0.0290, 0.1812]),
         # At temperature 2 the chances are 0.2027, 0.3701, 0.1655 and 0.2617, so that three tokens
@@ -248,6 +251,19 @@ def test_tokens_come_by_their_chances(options, expected):
     bound = 6 * np.sqrt(np.maximum(np.multiply(expected, np.subtract(1, expected)), 1e-9) / count)
     share = draws(count, **options) / count
     assert (np.abs(share - expected) <= bound + 1e-4).all()
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.75, 2), (0.875, 3)])
+def test_chances_that_add_up_to_exactly_top_p_are_enough(top_p, kept):
+    """The chances 1/2, 1/4, 1/8 and 1/8, of which the last two differ by a rounding, are exact."""
+    logits = np.log(2) * -np.arange(1, 4, dtype=np.float32)
+    logits = jnp.asarray([[*logits, logits[-1] - 3e-7]])
+    chances = np.asarray(jax.nn.softmax(logits))[0]
+    np.testing.assert_array_equal(chances[:3], [1 / 2, 1 / 4, 1 / 8])
+    assert logits[0, 2] != logits[0, 3]
+    sampling = make_sampling(1.0, None, top_p, (), jax.random.key(0))
+    drawn = _choose(sampling, jnp.broadcast_to(logits, (2000, 4)), 5)
+    assert set(np.asarray(drawn).tolist()) == set(range(kept))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from jax_nvfp4_moe.inference.prefill import (
     count_tokens,
     default_chunk,
     padded_length,
+    score_texts,
 )
 
 TOKENS, CHUNK = 700, 256
@@ -106,6 +107,24 @@ def test_generate_divides_prompts_longer_than_its_default_chunk(model, monkeypat
     assert taken == [CHUNK]
     whole = generate(model, ids, max_new_tokens=NEW, prefill_chunk=TOKENS)
     np.testing.assert_array_equal(tokens, whole)
+
+
+def test_scores_do_not_depend_on_the_chunk(model):
+    """The sum and the word "all likeliest" are of all chunks, and of the targets that count."""
+    t, chunk = 24, 8
+    ids = random_ids(model, 4, (5, t))
+    targets = np.asarray(model(ids)).argmax(axis=-1).astype(np.int32)
+    counted = np.broadcast_to((np.arange(t) >= 2) & (np.arange(t) < t - 2), ids.shape)
+    wrong = {1: 3, 2: chunk + 3, 3: 2 * chunk + 3, 4: t - 1}  # the last one does not count
+    for row, place in wrong.items():
+        targets[row, place] = (targets[row, place] + 1) % model.config.vocab_size
+    lengths = np.full(len(ids), t, np.int32)
+    given = ids, targets, counted, lengths
+    whole, parts = (map(np.asarray, score_texts(model, *given, chunk=size)) for size in (t, chunk))
+    (sums, likeliest), (summed, all_likeliest) = whole, parts
+    np.testing.assert_array_equal(likeliest, [True, False, False, False, True])
+    np.testing.assert_array_equal(all_likeliest, likeliest)
+    np.testing.assert_allclose(summed, sums, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [300, 601])

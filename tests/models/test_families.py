@@ -316,6 +316,12 @@ def test_published_names_of_sizes():
         rope_scaling=rope,
     )
     assert deepseek == read("deepseek_v4")
+    granite = read("granitemoehybrid")
+    layers = range(granite.num_layers)
+    older = ["mamba" if layer in granite.recurrent else "attention" for layer in layers]
+    assert set(older) == {"attention", "mamba"}
+    for name in ("layer_types", "layers_block_type"):
+        assert read("granitemoehybrid", **{"layer_types": None, name: older}) == granite
     sizes = {"global_head_dim": 32, "num_global_key_value_heads": 1}
     assert read("gemma4", per_layer_config=None, **sizes) == read("gemma4")
 
@@ -376,6 +382,9 @@ def test_layers_are_as_transformers_derives_them():
     assert exaone.dense_layers == {0}
     other = read("exaone_moe", **plain, sliding_window_pattern="LG")
     assert [one.window for one in other.attention] == [6, None, 6, None]
+    plain["num_hidden_layers"] = 5
+    other = read("exaone_moe", **plain, sliding_window_pattern="LLG")
+    assert [one.window for one in other.attention] == [6, 6, None, 6, None]
     # The last layer has no window, whatever the file says.
     plain = {"layer_types": None, "per_layer_config": None, "num_hidden_layers": 8}
     gemma = read("gemma4", **plain, rope_parameters=None)

@@ -265,6 +265,30 @@ def test_yarn_of_deepseek_v3():
     assert rope.attention_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2)
     without = read_rope(fields, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64, 4096)
     assert without.scale == pytest.approx(0.1 * math.log(4) + 1)
+    other = read_rope(fields, {"rope_scaling": scaling | {"mscale_all_dim": 0.5}}, 64, 163840)
+    assert other.scale == pytest.approx((0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1))
+    assert other.attention_scale == pytest.approx((0.05 * math.log(40) + 1) ** 2)
+    given = read_rope(fields, {"rope_scaling": scaling | {"attention_factor": 0.8}}, 64, 163840)
+    assert given.scale == 0.8
+    fields.finish()
+
+
+def test_the_rotation_of_llama_3():
+    """The formulas of `modeling_rope_utils` of transformers, by wavelengths. Some are blended."""
+    factor, low, high, original = 8.0, 1.0, 4.0, 8192
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low}
+    scaling |= {"high_freq_factor": high, "original_max_position_embeddings": original}
+    fields = Fields({})
+    rope = read_rope(fields, {"rope_theta": 5e5, "rope_scaling": scaling}, 128, 131072)
+    fields.finish()
+    plain = 5e5 ** (-np.arange(0, 128, 2) / 128)
+    wavelengths = 2 * math.pi / plain
+    smooth = (original / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * plain / factor + smooth * plain
+    kept, slowed = wavelengths < original / high, wavelengths > original / low
+    assert all(some.any() for some in (kept, slowed, ~(kept | slowed)))
+    expected = np.where(kept, plain, np.where(slowed, plain / factor, blended))
+    np.testing.assert_allclose(rope.frequencies, expected, rtol=2e-6)
 
 
 def test_calls_with_wrong_shapes():

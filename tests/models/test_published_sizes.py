@@ -15,7 +15,7 @@ import pytest
 from given import CHECKPOINTS
 from resized import write_resized
 
-from jax_nvfp4_moe import load_model
+from jax_nvfp4_moe import CheckpointError, load_model
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config
 from jax_nvfp4_moe.models.loading import find_architecture
 
@@ -66,6 +66,127 @@ def test_the_documented_configuration_is_read(name):
     experts = config.experts.count if name == "nemotron_h" else config.num_experts
     assert experts == next(published[n] for n in names if n in published)
     assert config.tied == published["tie_word_embeddings"]
+
+
+# Fields without which another value is taken than that of the published configuration. The sizes of
+# heads follow from other fields, where a file leaves them out. The entries of Gemma 4, Step-3.7 and
+# Nemotron-H hold the values of a model, not the defaults of a class.
+OTHER_DEFAULTS = {
+    "ernie4_5_moe": {"num_key_value_heads"},
+    "lfm2_moe": {"num_key_value_heads"},
+    "mistral4": {"q_lora_rank"},
+    "bailing_hybrid": {"linear_head_dim"},
+    "minimax_m3": {"num_key_value_heads", "rotary_dim"},
+    "gemma4": {"attention_k_eq_v", "final_logit_softcapping", "head_dim", "num_key_value_heads"}
+    | {"num_global_key_value_heads", "sliding_window"},
+    "step3p7": {"layer_types", "moe_router_scaling_factor", "num_sliding_attention_heads"}
+    | {"rope_parameters", "swiglu_limits", "swiglu_limits_shared"},
+    "nemotron_h": {"mamba_num_heads", "num_key_value_heads", "routed_scaling_factor"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_field_that_is_left_out_has_its_documented_value(name):
+    """Files may leave out fields that have the default of the family's configuration class."""
+    published = CONFIGURATIONS[name]
+    read = find_architecture(small_config(name)).read_config
+    config, other, same = read(published), set(), 0
+    for field in published:
+        try:
+            found = read({key: value for key, value in published.items() if key != field})
+        except CheckpointError:  # the field has no default
+            continue
+        same += found == config
+        other |= set() if found == config else {field}
+    assert other == OTHER_DEFAULTS.get(name, set())
+    assert same > 8
+
+
+# The defaults of the configuration classes of transformers 5.23.0 in families without an entry.
+DEFAULTS = {
+    "qwen3moe": {
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0},
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+    },
+    "mixtral-window": {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1e6}},
+    "olmoe-bias": {
+        "num_key_value_heads": 4,  # as many as there are query heads
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10000.0},
+        "attention_bias": False,
+        "norm_topk_prob": False,
+    },
+    "deepseek_v3-direct": {
+        "rms_norm_eps": 1e-6,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+        "attention_bias": False,
+        "rope_parameters": {"rope_theta": 10000.0},
+    },
+    "glm4_moe-groups": {
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+    "minimax_m2": {
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 5e6},
+        "head_dim": 128,
+    },
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 131072,
+    },
+    "qwen3_next": {
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "layer_types": ["linear_attention"] * 2,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    },
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_field_that_is_left_out_has_the_default_of_its_class(name):
+    defaults = DEFAULTS[name] | {"hidden_act": "silu", "tie_word_embeddings": False}
+    config = small_config(name) | defaults
+    for older in ("partial_rotary_factor", "rope_theta", "rope_scaling"):
+        config.pop(older, None)
+    read = find_architecture(config).read_config
+    for field in defaults:
+        without = {key: value for key, value in config.items() if key != field}
+        assert read(without) == read(config), field
 
 
 @pytest.mark.slow

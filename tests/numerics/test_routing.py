@@ -33,6 +33,17 @@ def test_the_bound_catches_weights_with_the_bias():
     assert np.abs(weights / wrong - 1).max() > 1000 * BOUND
 
 
+@pytest.mark.parametrize("shift", [-3, 3])
+def test_experts_outside_of_the_kept_groups_are_never_chosen(shift):
+    """A number added to all corrections changes no choice, also if it makes scores negative."""
+    _, router, _ = FAMILIES["deepseek_v3"]
+    logits, bias = inputs()
+    for one, other in zip(
+        route(router, logits, bias), route(router, logits, bias + np.float32(shift)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_epsilon_is_added_to_the_sum():
     logits = inputs()[0]
     _, weights = route(Router(4, score="sigmoid", epsilon=0.5), logits)

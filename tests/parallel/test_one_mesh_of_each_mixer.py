@@ -4,12 +4,19 @@ The slow tests of this folder cover all models, meshes and operations. These few
 that a fault in what mixers alone divide is seen at once.
 """
 
+import types
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from host_devices import BOUND, IDS, call, difference, make_mesh
+from checkpoint_edits import edited
+from divided_attention import load_attention
+from host_devices import BOUND, IDS, call, difference, make_mesh, tokens
 from unquantized import dequantized
 
-from jax_nvfp4_moe import load_model
+from jax_nvfp4_moe import load_model, load_moe
+from jax_nvfp4_moe.models import kimi_linear, minimax_m3, qwen3_moe, step3p7
+from jax_nvfp4_moe.parallel import ExpertMesh
 
 pytestmark = pytest.mark.eight_devices
 
@@ -29,3 +36,61 @@ def test_logits_equal_those_of_one_device(tmp_path, name):
     cut = load_model(folder, dtype=jnp.float32, mesh=make_mesh((1, 2)))
     ids = IDS % one.config.vocab_size
     assert difference(call(cut, ids), call(one, ids)) <= BOUND
+
+
+KIMI = types.SimpleNamespace(
+    read_config=kimi_linear.read_config,
+    build_attention=kimi_linear.build_mixer,
+    KEYS=kimi_linear.ARCHITECTURE.keys,
+)
+# The folder, its architecture, and the layer of a mixer that four devices divide. If there are two
+# key heads, pairs of devices hold the same one.
+MIXERS = {
+    "a gate for each head": ("step3p7-modelopt-w4a16", step3p7, 1),
+    "queries of an indexer": ("minimax_m3-modelopt-w4a16", minimax_m3, 1),
+    "a convolution of Kimi delta attention": ("kimi_linear-modelopt-w4a16", KIMI, 0),
+}
+
+
+def outputs(folder, architecture, expert_mesh, layer=0, scheme=None):
+    """Return what one mixer makes of nine tokens."""
+    mixer = load_attention(folder, architecture, expert_mesh, scheme=scheme, layer=layer)
+    assert (mixer.expert_mesh is None) == (expert_mesh is None)
+    positions = np.arange(9, dtype=np.int32)[None]
+    return call(mixer, tokens(9)[None], positions, None)[0]
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_mixer_equals_that_of_one_device(tmp_path, name):
+    given, architecture, layer = MIXERS[name]
+    folder = dequantized(given, tmp_path)
+    one, four = (
+        outputs(folder, architecture, mesh, layer) for mesh in (None, ExpertMesh(make_mesh((1, 4))))
+    )
+    assert difference(four, one) <= BOUND
+
+
+def test_each_head_keeps_its_scale_of_an_fp8_cache(tmp_path):
+    """Two of four devices have the first key head, whose scale is not that of the other."""
+
+    def scale(tensors):
+        for name in [one for one in tensors if one.endswith((".k_scale", ".v_scale"))]:
+            tensors[name] = np.array([0.5, 2.0], np.float32)
+
+    folder = edited(tmp_path, "qwen3_moe-ct-w4a4-kv8", scale)
+    one, four = (
+        outputs(folder, qwen3_moe, mesh, scheme="checkpoint")
+        for mesh in (None, ExpertMesh(make_mesh((1, 4))))
+    )
+    assert difference(four, one) <= BOUND
+
+
+def test_a_joined_mlp_keeps_gate_beside_up(tmp_path):
+    """One matrix holds gate and up: each device has a part of both."""
+    folder = dequantized("granitemoeshared-modelopt-w4a16", tmp_path)
+    one, two = (
+        load_moe(folder, 0, dtype=jnp.float32, mesh=mesh).shared_experts
+        for mesh in (None, make_mesh((1, 2)))
+    )
+    assert two.expert_mesh is not None
+    assert difference(call(two, tokens(9)), call(one, tokens(9))) <= BOUND

@@ -195,6 +195,28 @@ def middle(call, rows, experts, expert):
     return activate_float64(call, rows @ up.T + bias)  # it keeps the dtype
 
 
+@pytest.mark.parametrize(
+    ("name", "on_input"),
+    [("llama4_text-modelopt-w4a16", True), ("mixtral-window-modelopt-w4a16", False)],
+)
+def test_calibration_weights_inputs_as_the_model_does(name, on_input, monkeypatch, tmp_path):
+    seen, observe = [], calibration.observe_experts
+
+    def note(*operands, **how):
+        seen.append(how["weight_on_input"])
+        return observe(*operands, **how)
+
+    monkeypatch.setattr(calibration, "observe_experts", note)
+    with open_checkpoint(dequantized(name, tmp_path / "source")) as checkpoint:
+        model = plan_unquantized(checkpoint).model
+    ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    stream = jax.eval_shape(model.open_stream, model.embedding.get_value(), ids)
+    run = functools.partial(calibration._run.__wrapped__, entries=None, squares=False)
+    for layer in model.layers:
+        jax.eval_shape(run, layer, stream, jax.ShapeDtypeStruct((), jnp.int32))
+    assert set(seen) == {on_input}
+
+
 def compare_statistics(found, expected):
     """Compare with the bound of `compare_scales`; the numbers of rows must be equal."""
     pairs = [(found.linears[name], expected.linears[name]) for name in expected.linears]

@@ -46,9 +46,11 @@ def test_the_command_writes_what_the_source_loads_as(tmp_path, capsys):
 
 
 def test_all_other_tensors_stay_as_they_are(tmp_path):
-    cast_model(GPT_OSS, tmp_path / "q", shard_bytes=20_000)
+    report = cast_model(GPT_OSS, tmp_path / "q", shard_bytes=20_000)
     assert (tmp_path / "q" / "model.safetensors.index.json").exists()
     before, after = read_all(GPT_OSS), read_all(tmp_path / "q")
+    for name, tensors in (("source_bytes", before), ("bytes", after)):
+        assert report[name] == sum(tensor.nbytes for tensor in tensors.values())
     for name, value in before.items():
         if ".experts." not in name:
             assert after[name].dtype == value.dtype

@@ -25,8 +25,11 @@ from unquantized import (
 )
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe, quantize_model
+from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
+from jax_nvfp4_moe.models.loading import plan_unquantized
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
+from jax_nvfp4_moe.quantization.calibration import calibrate
 
 IDS = tokens().reshape(-1)
 WINDOW = tokens().shape[1]
@@ -100,8 +103,8 @@ def test_the_report_counts(small):
     report = small[1]["modelopt"]
     assert report["quantized_matrices"] == 4 * 3 + 4
     assert (report["scheme"], report["tokens"]) == ("w4a4", IDS.size)
-    stored = read_all(small[0] / "modelopt").values()
-    assert report["bytes"] == sum(tensor.nbytes for tensor in stored)
+    for name, folder in (("bytes", small[0] / "modelopt"), ("source_bytes", SMALL / "source")):
+        assert report[name] == sum(tensor.nbytes for tensor in read_all(folder).values())
     assert report["experts_without_tokens"] == {}
 
 
@@ -116,6 +119,20 @@ def test_compressed_tensors_has_the_same_codes_and_divides(small):
             divisor, scale = ct[f"{stem}.weight_global_scale"], modelopt[f"{stem}.weight_scale_2"]
             assert divisor.shape == (1,)
             np.testing.assert_allclose(1 / divisor[0], scale, rtol=2e-7)
+
+
+def test_compressed_tensors_declares_what_its_tool_declares(small):
+    """Runtimes read from it that activations have a calibrated scale and scales of their blocks."""
+    folders = small[0] / "compressed-tensors", GIVEN / "qwen3moe-ct-w4a4"
+    ours, theirs = (
+        read_config(folder)["quantization_config"]["config_groups"]["group_0"] for folder in folders
+    )
+    for part in ("weights", "input_activations"):
+        fields = ours[part].keys() - {"scale_dtype"}  # of later versions
+        assert fields >= {"num_bits", "type", "symmetric", "group_size", "strategy", "dynamic"}
+        assert {key: ours[part][key] for key in fields} == {
+            key: theirs[part][key] for key in fields
+        }
 
 
 def test_compressed_tensors_has_an_input_scale_for_the_second_product_of_each_expert(small):
@@ -417,6 +434,30 @@ def test_files_that_go_with_the_weights_are_copied(tmp_path):
     assert written == {*kept, template, "config.json", "hf_quant_config.json", "model.safetensors"}
 
 
+def test_what_is_excluded_is_not_reported_and_may_be_broken(tmp_path, caplog):
+    """Experts that are not quantized need no calibration, and no finite inputs."""
+    tensors, config = read_all(SMALL / "source"), read_config(SMALL / "source")
+    tensors["model.layers.0.post_attention_layernorm.weight"][5] = float("inf")
+    assert config["num_hidden_layers"] == 1
+    source = write_source(tmp_path / "source", tensors, config)
+    given = {"token_ids": np.full_like(IDS, 5), "window": WINDOW}
+    report = quantize_model(source, tmp_path / "q", exclude=["*.experts"], **given)
+    assert report["quantized_matrices"] == 4
+    assert report["experts_without_tokens"] == {}
+    assert "received no token" not in caplog.text
+
+
+def test_the_dtype_of_a_multimodal_config_is_written_in_both_places(tmp_path):
+    tensors, config = read_all(SMALL / "source"), read_config(SMALL / "source")
+    names = ("architectures", "model_type")
+    outer = {name: config[name] for name in names} | {"torch_dtype": "float32"}
+    outer["text_config"] = config | {"dtype": "float32"}
+    source = write_source(tmp_path / "source", tensors, outer)
+    quantize_model(source, tmp_path / "q", modules="experts", dtype="float16")
+    written = read_config(tmp_path / "q")
+    assert written["torch_dtype"] == written["text_config"]["dtype"] == "float16"
+
+
 def test_experts_without_tokens_are_reported(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "jax_nvfp4_moe"):
         report = quantize_model(
@@ -497,3 +538,24 @@ def test_other_algorithms_write_the_same_format(small, tmp_path, algorithm):
         down = load_moe(folder, 0, **EXACT).experts.params.get_value().down
         errors.append(np.linalg.norm(np.asarray(down.dequantize()) - truth))
     assert errors[0] < 0.99 * errors[1]
+
+
+def test_each_matrix_is_weighted_by_its_own_inputs(tmp_path):
+    algorithm = "weighted_search"
+    given = {"algorithm": algorithm, "token_ids": IDS, "window": WINDOW, "scheme": "w4a16"}
+    quantize_model(SMALL / "source", tmp_path / "q", modules="experts", **given)
+    with open_checkpoint(SMALL / "source") as checkpoint:
+        seen = calibrate(plan_unquantized(checkpoint), tokens(), squares=True)
+    source, written = read_all(SMALL / "source"), read_all(tmp_path / "q")
+
+    def scales(expert, part, importance):
+        name = f"{EXPERTS}.{expert}.{part}_proj.weight"
+        scale, found = written[f"{name}_scale_2"], {"importance": importance}
+        return np.asarray(quantize_weight(source[name], scale, algorithm=algorithm, **found)[1])
+
+    for part, inputs in zip(("up", "down"), seen.experts[EXPERTS], strict=True):
+        importance = inputs.importance()
+        own = [written[f"{EXPERTS}.{expert}.{part}_proj.weight_scale"] for expert in range(4)]
+        for expert in range(4):
+            np.testing.assert_array_equal(scales(expert, part, importance[expert]), own[expert])
+            assert (scales(expert, part, importance[expert - 1]) != own[expert]).any()
