@@ -56,7 +56,7 @@ def traces(monkeypatch):
 def test_the_greedy_text_of_the_tool(example, tokenizer):
     expected, prompt = GREEDY["token_ids"], tokenizer.encode(GREEDY["prompt"])[None]
     new = len(expected) - prompt.shape[1]
-    tokens = np.asarray(generate(example, prompt, max_new_tokens=new))
+    tokens = np.asarray(generate(example, prompt, max_new_tokens=new, stop_ids=()))
     assert tokens.shape == (1, new)
     assert tokens.dtype == np.int32
     assert [*prompt[0], *tokens[0]] == expected
