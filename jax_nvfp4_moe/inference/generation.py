@@ -48,7 +48,9 @@ NEW_STEP = 64  # the room for new tokens is rounded up to a multiple of this num
 # Below this temperature, decoding is greedy, as in vLLM. Logits of float32 that differ at all are
 # then hardly ever exchanged, and the largest one is never divided into an infinity.
 _COLD = 1e-5
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+# A higher temperature counts as this one. Its reciprocal, by which XLA may multiply, is a normal
+# float32; one that is flushed to 0 would make NaN of the -infinity of a masked token.
+_HOT = 1e37
 # Positions are int32. The room that lengths are rounded up to must fit, too.
 _MOST_POSITIONS = 2**31 - 2048
 _PROMPTS = "integers [b, t], with shorter prompts padded and their lengths given"
@@ -517,7 +519,7 @@ def _cool(logits: Float[Array, "b v"], temperature) -> Float[Array, "b v"]:
     finite = jnp.where(jnp.isfinite(logits), logits, -jnp.inf)
     largest = jnp.max(finite, axis=-1, keepdims=True)
     shifted = logits - jnp.where(jnp.isfinite(largest), largest, 0)
-    return shifted / jnp.clip(temperature, _COLD, _FLOAT32_MAX)
+    return shifted / jnp.clip(temperature, _COLD, _HOT)
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -564,7 +566,7 @@ def make_sampling(
         )
     greedy = heat is not None and heat < _COLD
     return Sampling(
-        jnp.asarray(temperature, jnp.float32) if heat is None else np.float32(_to_float32(heat)),
+        jnp.asarray(temperature, jnp.float32) if heat is None else np.float32(min(heat, _HOT)),
         jnp.asarray(top_p, jnp.float32) if share is None else np.float32(share),
         _check_stop_ids(stop_ids),
         None if greedy else key,
@@ -572,11 +574,6 @@ def make_sampling(
         top_k=top_k,
         nucleus=share is None or share < 1,
     )
-
-
-def _to_float32(number: float) -> float:
-    """Return the number, or the largest float32 in place of a larger one."""
-    return min(number, _FLOAT32_MAX)
 
 
 def _whole(name: str, value: Any) -> int:
