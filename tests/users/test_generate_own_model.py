@@ -91,9 +91,10 @@ class PaddedTransformer(Transformer):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def numpy_promotion():
-    """Use JAX's default promotion, as users do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+def settings():
+    """Use JAX's default promotion, as users do, and full float32 on GPUs: tokens are compared."""
+    promotion = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with promotion[0], promotion[1], jax.default_matmul_precision("float32"):
         yield
 
 
@@ -232,7 +233,8 @@ def test_what_a_model_lacks_is_said(model, message):
 def test_a_batch_of_texts():
     """Texts become a padded batch, and the new tokens become texts; a row ends at its stop id."""
     path = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
-    model, tokenizer = nvfp4.load_model(path), nvfp4.load_tokenizer(path)
+    model = nvfp4.load_model(path, scheme="w4a16", dtype=jnp.float32)
+    tokenizer = nvfp4.load_tokenizer(path)
     assert model.stop_ids == tokenizer.stop_ids != ()
     ends = (
         "class A:\n    def f(self):\n        return 1\n\n\nif __name__ == '__main__':\n    main()\n"
