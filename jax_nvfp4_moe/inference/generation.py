@@ -629,7 +629,7 @@ def _has_no_rows(model, input_ids, lengths, max_new_tokens) -> bool:
     return True
 
 
-def _check_prompts(model, input_ids, lengths, max_new_tokens):
+def _check_prompts(model, input_ids, lengths, max_new_tokens) -> tuple[Any, Any]:
     """Return the prompts and their lengths, with zeros after each prompt.
 
     They are NumPy arrays, or traced arrays, whose values nothing can check. If the model takes no
@@ -663,7 +663,7 @@ def _check_prompts(model, input_ids, lengths, max_new_tokens):
     return read, true
 
 
-def _integers(name, values, expected):
+def _integers(name, values, expected) -> Any:
     """Return an array of integers, traced or in NumPy."""
     if isinstance(values, Tracer):
         found = values

@@ -175,7 +175,7 @@ def read_tokens(
       TypeError: the model returns something else than logits and a cache like the one that it got.
     """
     last = jnp.maximum(lengths - 1, 0)
-    values = dict(zip(_OPTIONS, (lengths, last, num_tokens), strict=True))
+    values = dict[str, Any](lengths=lengths, logits_at=last, num_tokens=num_tokens)
     given = {name: values[name] for name in call_options(model)}
     logits, after = _pair(model, model(ids, cache, **given))
     t = 1 if "logits_at" in given else ids.shape[1]

@@ -83,7 +83,7 @@ class Tokenizer:
 
     @overload
     def encode(
-        self, text: Sequence[str], *, special: bool = True
+        self, text: list[str] | tuple[str, ...], *, special: bool = True
     ) -> tuple[np.ndarray, np.ndarray]: ...
 
     def encode(self, text: str | Sequence[str], *, special: bool = True) -> Any:
