@@ -189,27 +189,24 @@ def test_lengths_of_no_rows(model):
     assert stats.lengths.shape == stats.steps.shape == (0,)
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_generate_inside_of_jit(model, prompt, chunk):
+def test_generate_inside_of_jit(model, prompt):
     """Model, prompts, lengths and numbers may be traced; the tokens are those of a plain call."""
     t = prompt.shape[1]
     lengths = np.array([t, 5, 1])
     batch = np.where(np.arange(t) < lengths[:, None], prompt, 7)
-    known = {"max_new_tokens": 8, "prefill_chunk": chunk, "stop_ids": (3, 5), "stats": True}
-    key = jax.random.key(2)
+    known = {"max_new_tokens": 8, "prefill_chunk": 5, "top_k": 30, "stats": True}
 
-    @jax.jit
-    def run(model, ids, lengths, temperature, top_p, key):
-        drawn = {"temperature": temperature, "top_p": top_p, "key": key, "top_k": 30}
-        return generate(model, ids, lengths=lengths, **drawn, **known)
+    def run(model, ids, lengths, stop_ids=(3, 5), **drawn):
+        return generate(model, ids, lengths=lengths, stop_ids=stop_ids, **drawn, **known)
 
+    inside = jax.jit(run)
     for temperature, top_p in ((0.0, 1.0), (0.9, 0.8)):
-        drawn = {"temperature": temperature, "top_p": top_p, "key": key, "top_k": 30}
-        expected = generate(model, batch, lengths=lengths, **drawn, **known)
-        numbers = jnp.float32(temperature), jnp.float32(top_p), key
-        jax.tree.map(np.testing.assert_array_equal, run(model, batch, lengths, *numbers), expected)
+        drawn = {"temperature": temperature, "top_p": top_p, "key": jax.random.key(2)}
+        expected = run(model, batch, lengths, **drawn)
+        found = inside(model, batch, lengths, **drawn)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
     closed = jax.jit(lambda: generate(model, batch, lengths=lengths, max_new_tokens=8))()
-    np.testing.assert_array_equal(closed, generate(model, batch, lengths=lengths, max_new_tokens=8))
+    np.testing.assert_array_equal(closed, run(model, batch, lengths, stop_ids=())[0])
 
 
 def test_what_cannot_be_traced_is_said(model, prompt):
