@@ -25,7 +25,6 @@ from jax_nvfp4_moe.inference.generative_model import (
     call_options,
     check_leaves,
     check_model,
-    read_next,
     read_tokens,
 )
 from jax_nvfp4_moe.inference.not_finite import warn_rows
@@ -429,13 +428,17 @@ def _decode(model, sampling, state, limit):
     def step(state):
         last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
         logits, cache = read(model, last, state.cache)
-        return draw(sampling, logits, dataclasses.replace(state, cache=cache))
+        new = logits[:, 0].astype(jnp.float32)
+        return draw(sampling, new, dataclasses.replace(state, cache=cache))
 
-    read = chain_calls(read_next) if _runs_alone_on_a_gpu(model) else read_next
+    read = chain_calls(_read) if _runs_alone_on_a_gpu(model) else _read
     return lax.while_loop(more, step, state)
 
 
-decode = jax.jit(_decode, donate_argnames="state", compiler_options=_ONE_GRAPH)
+@functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)
+def decode(model, sampling, state, limit):
+    """Run `_decode` as a program of its own."""
+    return _decode(model, sampling, state, limit)
 
 
 def decode_in_bursts(model, sampling, state, limit: int) -> Iterator[tuple[State, np.ndarray]]:
@@ -465,6 +468,11 @@ def decode_in_bursts(model, sampling, state, limit: int) -> Iterator[tuple[State
         burst = max(1, min(2 * burst, int(_BURST_SECONDS / seconds)))
         begin = time.perf_counter()
         state = decode(model, sampling, state, np.int32(min(done + burst, limit)))
+
+
+def _read(model, ids, cache):
+    """Return the logits after new tokens, and the cache with them."""
+    return model(ids, cache)
 
 
 def _runs_alone_on_a_gpu(model) -> bool:

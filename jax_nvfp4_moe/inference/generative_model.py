@@ -191,12 +191,6 @@ def read_tokens(
     return logits[:, 0].astype(jnp.float32), after
 
 
-def read_next(model: Any, ids: Int32[Array, "b 1"], cache: Any):
-    """Return the float32 logits ``[b, vocab]`` after one more token, and the cache with it."""
-    logits, cache = model(ids, cache)
-    return logits[:, 0].astype(jnp.float32), cache
-
-
 def _pair(model, result):
     """Return logits and cache, as a call with a cache returns them."""
     if not isinstance(result, tuple) or len(result) != 2 or not hasattr(result[0], "shape"):
