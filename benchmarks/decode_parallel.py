@@ -40,7 +40,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 def time_generate(model, prompt, new) -> float:
     """Return the seconds that the generation of `new` tokens takes."""
     begin = time.perf_counter()
-    jax.block_until_ready(nvfp4.generate(model, prompt, max_new_tokens=new))
+    jax.block_until_ready(nvfp4.generate(model, prompt, max_new_tokens=new, stop_ids=()))
     return time.perf_counter() - begin
 
 

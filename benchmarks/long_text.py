@@ -98,7 +98,8 @@ def measure(task, folder, tokens, new, dtype) -> dict:
             result = nvfp4.evaluate(model, ids, window=tokens)
             figures["mean_cross_entropy"] = result["mean_cross_entropy"]
         else:
-            jax.block_until_ready(nvfp4.generate(model, ids[None], max_new_tokens=new))
+            tokens = nvfp4.generate(model, ids[None], max_new_tokens=new, stop_ids=())
+            jax.block_until_ready(tokens)
     seconds, peak = time.perf_counter() - begin, peak_bytes()
     return figures | {"seconds": seconds, "start_bytes": start, "peak_bytes": peak}
 

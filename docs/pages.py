@@ -68,9 +68,20 @@ PAGES = {
     "models": Page(
         "Models",
         "Load a checkpoint, run the model, and save it as it was loaded.",
-        ("models", "inference.generation", "nn.saving", "inference.tokenizer"),
+        (
+            "models",
+            "inference.generation",
+            "inference.generative_model",
+            "nn.saving",
+            "inference.tokenizer",
+        ),
         ("nn.saving",),
-        ("models.decoder.Decoder", "models.decoder.Cache", "models.scores.TokenScores"),
+        (
+            "models.decoder.Decoder",
+            "models.decoder.Cache",
+            "models.scores.TokenScores",
+            "inference.tokenizer.Tokenizer",
+        ),
     ),
     "layers": Page(
         "Layers",

@@ -16,7 +16,8 @@ from jax_nvfp4_moe import ops, testing
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.inference.evaluation import evaluate
 from jax_nvfp4_moe.inference.exporting import export_checks, load_exported
-from jax_nvfp4_moe.inference.generation import generate, stream
+from jax_nvfp4_moe.inference.generation import GenerationStats, generate, stream
+from jax_nvfp4_moe.inference.generative_model import GenerativeModel
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model, load_moe
 from jax_nvfp4_moe.nn.explanation import explain
@@ -39,6 +40,8 @@ except importlib.metadata.PackageNotFoundError:  # the sources are used without 
 __all__ = [
     "CheckpointError",
     "Choice",
+    "GenerationStats",
+    "GenerativeModel",
     "MoEParams",
     "NVFP4Linear",
     "NVFP4MoE",

@@ -225,6 +225,7 @@ LONG_MODULES = (
     "test_docstrings.py",
     "test_quantize_model.py",
     "test_generate.py",
+    "test_generate_own_model.py",
     "test_transforms.py",
     "test_restoring_on_meshes.py",
     "test_ops.py",

@@ -11,7 +11,8 @@ that runs the program::
   y = step.call(*arguments)
 
 Arguments may contain `NVFP4Tensor`, `MoEParams`, `DenseExperts`, `FP8Tensor` and the `Cache` of a
-model. An `nnx.State` cannot be serialized; pass ``jax.tree.leaves(state)`` instead.
+model. An `nnx.State` cannot be serialized; pass ``jax.tree.leaves(state)`` instead. A function that
+calls `generate` can be exported too, and may return a `GenerationStats`.
 """
 
 import json
@@ -21,6 +22,7 @@ import jax
 import jax.export
 
 from jax_nvfp4_moe.backends import BACKENDS, _ffi
+from jax_nvfp4_moe.inference.generation import GenerationStats
 from jax_nvfp4_moe.models.decoder import Cache
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
@@ -121,7 +123,7 @@ def _read_static(serialized) -> tuple:
 
 
 # `jax.export` can serialize only pytree classes that are registered here.
-for _node in (NVFP4Tensor, MoEParams, DenseExperts, FP8Tensor, Cache):
+for _node in (NVFP4Tensor, MoEParams, DenseExperts, FP8Tensor, Cache, GenerationStats):
     jax.export.register_pytree_node_serialization(
         _node,
         serialized_name=f"jax_nvfp4_moe.{_node.__name__}",

@@ -7,17 +7,26 @@ tokens, and `stream` about fifty times a second, or once per token if a token ta
 
 import dataclasses
 import functools
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.inference.flat_model import flatten_model, restore_model
+from jax_nvfp4_moe.inference.generative_model import (
+    GenerativeModel,
+    call_options,
+    check_leaves,
+    check_model,
+    read_tokens,
+)
 from jax_nvfp4_moe.inference.not_finite import warn_rows
 from jax_nvfp4_moe.inference.prefill import (
     NO_GRAPHS,
@@ -35,6 +44,15 @@ from jax_nvfp4_moe.scheme import Target
 _BURST_SECONDS = 0.02
 PROMPT_STEP = 32  # prompts are padded to a multiple of this number of tokens
 NEW_STEP = 64  # the room for new tokens is rounded up to a multiple of this number
+# Below this temperature, decoding is greedy, as in vLLM. Logits of float32 that differ at all are
+# then hardly ever exchanged, and the largest one is never divided into an infinity.
+_COLD = 1e-5
+# A higher temperature counts as this one. Its reciprocal, by which XLA may multiply, is a normal
+# float32; one that is flushed to 0 would make NaN of the -infinity of a masked token.
+_HOT = 1e37
+# Positions are int32. The room that lengths are rounded up to must fit, too.
+_MOST_POSITIONS = 2**31 - 2048
+_PROMPTS = "integers [b, t], with shorter prompts padded and their lengths given"
 # Compile the whole loop into one CUDA graph. By default XLA makes a graph of the loop's body: after
 # each token, the host then reads whether the loop continues, and the GPU waits for the host.
 # The first option lists XLA's default kinds of commands and WHILE. The second one is necessary
@@ -57,8 +75,8 @@ class Sampling:
       top_p: float32 scalar.
       stop_ids: int32 ``[s]``. A row that draws one of them repeats it from then on.
       key: random key, as `jax.random.key` returns it; None if `greedy`.
-      greedy: whether to take the token with the largest logit; the other options then have no
-        effect, except `stop_ids`. Static.
+      greedy: whether to take the token with the largest logit, which is so below a temperature of
+        1e-5; the other options then have no effect, except `stop_ids`. Static.
       top_k: number of largest logits to draw from; None for all. Static.
       nucleus: whether `top_p` is below 1. Static.
     """
@@ -106,8 +124,41 @@ class State:
         return cls(cache, tokens, jnp.int32(0), stopped, never)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GenerationStats:
+    """What `generate` tells about each row beside its tokens.
+
+    A pytree, so a jitted function may return it.
+
+    Attributes:
+      lengths: int32 ``[b]``, number of new tokens in each row, its stop id included. What follows
+        them in the row repeats the stop id.
+      steps: int32 ``[b]``, number of runs of the model from which these tokens were drawn; that of
+        the prompt is one of them.
+
+    Example:
+      >>> import importlib.resources
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> path = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+      >>> model, tokenizer = nvfp4.load_model(path), nvfp4.load_tokenizer(path)
+      >>> ids, lengths = tokenizer.encode(["import jax", "def softmax(x"])
+      >>> tokens, stats = nvfp4.generate(
+      ...     model, ids, lengths=lengths, max_new_tokens=3, stats=True
+      ... )
+      >>> stats.lengths.tolist()
+      [3, 3]
+      >>> tokenizer.decode(tokens, stats.lengths)[1]
+      ', axis='
+    """
+
+    lengths: jax.Array
+    steps: jax.Array
+
+
 def generate(
-    model: Callable,
+    model: GenerativeModel,
     input_ids: Int32[Array, "b t"],
     *,
     max_new_tokens: int,
@@ -115,14 +166,15 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    stop_ids: Sequence[int] = (),
+    stop_ids: Sequence[int] | None = None,
     key: jax.Array | None = None,
     prefill_chunk: int | None = None,
-) -> Int32[Array, "b new"]:
+    stats: bool = False,
+) -> Any:
     """Generate up to `max_new_tokens` tokens after each prompt.
 
-    At temperature 0, the next token is the one with the largest logit. Otherwise it is drawn at
-    random::
+    At temperature 0, the next token is the one with the largest logit, and so at temperatures
+    below 1e-5. Otherwise it is drawn at random::
 
       next ~ softmax(logits / temperature)
 
@@ -130,29 +182,38 @@ def generate(
     the most probable tokens whose probabilities add up to `top_p` or more. Tokens that tie with the
     last one kept are kept too. No prompt influences the other rows of its batch.
 
+    `generate` may be called inside of ``jax.jit``, for instance to export it. The arrays
+    `input_ids`, `lengths` and `key`, the model, `temperature` and `top_p` may then be traced, and
+    all other arguments must be known. A trace cannot check values, nor warn of logits that are not
+    finite; see `Decoder` for what values out of range do. Outside of ``jax.jit``, on a GPU, the
+    loop is one CUDA graph, which is faster.
+
     Args:
-      model: model, as `load_model` returns it.
+      model: model, as `load_model` returns it, or one of your own; see `GenerativeModel`.
       input_ids: prompts, integers ``[b, t]`` from 0 to ``model.config.vocab_size - 1``,
         left-aligned. Numbers after the end of a shorter prompt are ignored. b may be 0; each prompt
         has at least one token, because there is nothing to continue otherwise.
-      max_new_tokens: largest number of new tokens in each row, at least 1.
+      max_new_tokens: largest number of new tokens in each row, at least 1. With the prompt, they
+        must fit the model's positions.
       lengths: number of tokens in each prompt, integers ``[b]`` from 1 to t. None (default) means t
         for every prompt.
       temperature: finite number, 0 or more. Defaults to 0, greedy decoding.
       top_k: number of tokens to draw from, at least 1. None (default) keeps all tokens.
       top_p: probability of the tokens to draw from, in (0, 1]. Defaults to 1, which keeps all
         tokens.
-      stop_ids: tokens that end a row. Generation ends early once all rows have ended. Defaults to
-        none.
+      stop_ids: tokens that end a row. Generation ends early once all rows have ended. None
+        (default) takes ``model.stop_ids``, those of the checkpoint. ``()`` never stops.
       key: random key, as `jax.random.key` returns it. Required if the temperature is above 0. None
         by default.
       prefill_chunk: number of tokens of each prompt that go through the model together. Longer
         prompts are run chunk by chunk, which limits the memory. None (default) means 8192 tokens.
         With more than 8 prompts it means fewer, so that a chunk has at most 65536 tokens in all.
+      stats: whether to return a `GenerationStats` too, which has the length of each row. Defaults
+        to False.
 
     Returns:
       The new tokens without the prompts, int32 ``[b, max_new_tokens]``. A row that has ended
-      repeats its stop id.
+      repeats its stop id. With `stats`, a pair of the tokens and a `GenerationStats`.
 
       If the logits of a row are not finite, its tokens mean nothing. A warning of the logger
       "jax_nvfp4_moe" then names the row and its first such token.
@@ -160,6 +221,7 @@ def generate(
     Raises:
       ValueError: an argument is out of range, or a prompt and its new tokens need more positions
         than ``model.config.max_positions``.
+      TypeError: an argument has a wrong type, or the model lacks what `GenerativeModel` describes.
 
     Example:
       >>> import importlib.resources
@@ -172,19 +234,27 @@ def generate(
       >>> tokenizer.decode(tokens[0])
       ', axis='
     """
-    sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
-    if _has_no_rows(model, input_ids, lengths, max_new_tokens):
-        return jnp.zeros((0, max_new_tokens), jnp.int32)
-    flat, state = start_decoding(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
-    if max_new_tokens > 1:  # the prefill has drawn the first token
-        state = decode(flat, sampling, state, np.int32(max_new_tokens))
-    filled = _fill(state, max_new_tokens)
-    warn_rows(np.asarray(state.not_finite))
-    return filled
+    sampling = _choose_sampling(model, temperature, top_k, top_p, stop_ids, key)
+    new = _whole("max_new_tokens", max_new_tokens)
+    input_ids = _integers("input_ids", input_ids, _PROMPTS)
+    if _has_no_rows(model, input_ids, lengths, new):
+        nothing = jnp.zeros(0, jnp.int32)
+        tokens, told = jnp.zeros((0, new), jnp.int32), GenerationStats(nothing, nothing)
+        return (tokens, told) if stats else tokens
+    if _is_traced(input_ids, lengths, key):
+        state = _generate_traced(model, input_ids, lengths, new, sampling, prefill_chunk)
+    else:
+        flat, state = start_decoding(model, input_ids, lengths, new, sampling, prefill_chunk)
+        if new > 1:  # the prefill has drawn the first token
+            state = decode(flat, sampling, state, np.int32(new))
+    tokens, told = _fill(state, sampling.stop_ids, new)
+    if not isinstance(state.not_finite, Tracer):
+        warn_rows(np.asarray(state.not_finite))
+    return (tokens, told) if stats else tokens
 
 
 def stream(
-    model: Callable,
+    model: GenerativeModel,
     input_ids: Int32[Array, "b t"],
     *,
     max_new_tokens: int,
@@ -192,7 +262,7 @@ def stream(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    stop_ids: Sequence[int] = (),
+    stop_ids: Sequence[int] | None = None,
     key: jax.Array | None = None,
     prefill_chunk: int | None = None,
 ) -> Iterator[np.ndarray]:
@@ -200,7 +270,7 @@ def stream(
 
     The arguments are checked and the prompts are run when you request the first token. Tokens that
     are drawn within about 20 ms come together. A warning about logits that are not finite comes
-    before the first such token.
+    before the first such token. `stream` cannot run inside of ``jax.jit``.
 
     Args:
       model: as for `generate`.
@@ -210,7 +280,7 @@ def stream(
       temperature: as for `generate`. Defaults to 0.
       top_k: as for `generate`. Defaults to None.
       top_p: as for `generate`. Defaults to 1.
-      stop_ids: as for `generate`. Defaults to none.
+      stop_ids: as for `generate`. Defaults to None, which takes ``model.stop_ids``.
       key: as for `generate`. Defaults to None.
       prefill_chunk: as for `generate`. Defaults to None.
 
@@ -220,7 +290,8 @@ def stream(
       rows it yields nothing.
 
     Raises:
-      ValueError: as for `generate`.
+      ValueError: as for `generate`; or it is called inside of ``jax.jit``.
+      TypeError: as for `generate`.
 
     Example:
       >>> import importlib.resources
@@ -235,12 +306,42 @@ def stream(
       ' axis'
       '='
     """
-    sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
-    if _has_no_rows(model, input_ids, lengths, max_new_tokens):
+    sampling = _choose_sampling(model, temperature, top_k, top_p, stop_ids, key)
+    new = _whole("max_new_tokens", max_new_tokens)
+    input_ids = _integers("input_ids", input_ids, _PROMPTS)
+    if _is_traced(input_ids, lengths, key):
+        raise ValueError(
+            "stream: it yields tokens while the device runs, so it cannot be part of a jitted "
+            "function; call it outside of jax.jit, or call generate"
+        )
+    if _has_no_rows(model, input_ids, lengths, new):
         return
-    flat, state = start_decoding(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
-    for _, tokens in decode_in_bursts(flat, sampling, state, max_new_tokens):
+    flat, state = start_decoding(model, input_ids, lengths, new, sampling, prefill_chunk)
+    for _, tokens in decode_in_bursts(flat, sampling, state, new):
         yield from tokens.T
+
+
+def _choose_sampling(model, temperature, top_k, top_p, stop_ids, key) -> Sampling:
+    """Check the model and what says how tokens are drawn."""
+    check_model(model)
+    found = getattr(model, "stop_ids", ()) if stop_ids is None else stop_ids
+    return make_sampling(temperature, top_k, top_p, found, key)
+
+
+def _is_traced(*arrays) -> bool:
+    """Return whether `generate` runs inside of a trace, where it can neither read values nor jit.
+
+    Inside of ``jax.jit`` even new arrays are tracers; inside of ``jax.vmap`` only some are.
+    """
+    return any(isinstance(x, Tracer) for x in (jnp.zeros(()), *arrays))
+
+
+def _generate_traced(model, input_ids, lengths, new, sampling, chunk) -> State:
+    """Return the `State` after all new tokens, as a part of the program that is being traced."""
+    ids, true = _check_prompts(model, input_ids, lengths, new)
+    ids, true = (jnp.asarray(x, jnp.int32) for x in (ids, true))
+    state = _begin_whole(model, sampling, ids, true, new, _chunk_size(chunk, len(ids)))
+    return _decode(model, sampling, state, new) if new > 1 else state
 
 
 def start_decoding(model, input_ids, lengths, max_new_tokens, sampling, chunk):
@@ -259,10 +360,11 @@ def start_decoding(model, input_ids, lengths, max_new_tokens, sampling, chunk):
     """
     ids, true_lengths = _check_prompts(model, input_ids, lengths, max_new_tokens)
     b, t = ids.shape
-    chunk = default_chunk(b) if chunk is None else chunk
-    if chunk < 1:
-        raise ValueError(f"prefill_chunk: expected at least 1, got {chunk}")
+    chunk = _chunk_size(chunk, b)
     flat, room = flatten_model(model), round_up(max_new_tokens, NEW_STEP)
+    check_leaves(model, flat.arrays)
+    if "lengths" not in call_options(model):  # it takes no padding
+        return flat, _prefill_whole(flat, sampling, ids, true_lengths, room, chunk)
     if t > chunk:
         cache = empty_cache(flat, b, padded_length(t, chunk) + room)
         logits, cache = prefill_chunks(flat, cache, ids, true_lengths, chunk)
@@ -273,15 +375,40 @@ def start_decoding(model, input_ids, lengths, max_new_tokens, sampling, chunk):
     return flat, _prefill(flat, sampling, padded, true_lengths, room, num_tokens=size)
 
 
+def _chunk_size(chunk, rows) -> int:
+    """Return the number of tokens of each row in a chunk; `chunk` is that of the caller."""
+    chunk = default_chunk(rows) if chunk is None else _whole("prefill_chunk", chunk)
+    if chunk < 1:
+        raise ValueError(f"prefill_chunk: expected at least 1, got {chunk}")
+    return chunk
+
+
 @functools.partial(jax.jit, static_argnames=("room", "num_tokens"), compiler_options=NO_GRAPHS)
 def _prefill(model, sampling, padded, lengths, room, num_tokens):
     """Run padded prompts through the model and draw the first token."""
     model = restore_model(model)
     b, t = padded.shape
     cache = model.init_cache(b, t + room)
-    how = {"lengths": lengths, "logits_at": lengths - 1, "num_tokens": num_tokens}
-    logits, cache = model(padded, cache, **how)
-    return draw(sampling, logits[:, 0], State.begin(cache, b, room))
+    logits, cache = read_tokens(model, padded, cache, lengths, num_tokens)
+    return draw(sampling, logits, State.begin(cache, b, room))
+
+
+def _begin_whole(model, sampling, ids, lengths, room, chunk):
+    """Run prompts through a model chunk by chunk, in one program, and draw the first token."""
+    model = restore_model(model)
+    b, t = ids.shape
+    cache, logits = model.init_cache(b, t + room), None
+    for start in range(0, t, chunk):
+        part = ids[:, start : start + chunk]
+        counts = jnp.clip(lengths - start, 0, part.shape[1])
+        new, cache = read_tokens(model, part, cache, counts)
+        logits = new if logits is None else jnp.where(counts[:, None] > 0, new, logits)
+    return draw(sampling, logits, State.begin(cache, b, room))
+
+
+_prefill_whole = jax.jit(
+    _begin_whole, static_argnames=("room", "chunk"), compiler_options=NO_GRAPHS
+)
 
 
 @functools.partial(jax.jit, static_argnames="room", donate_argnames="cache")
@@ -291,8 +418,7 @@ def _begin(sampling, logits, cache, room):
     return draw(sampling, logits, State.begin(cache, logits.shape[0], room))
 
 
-@functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)
-def decode(model, sampling, state, limit):
+def _decode(model, sampling, state, limit):
     """Draw tokens until each row has `limit` new tokens, or until all rows have stopped."""
     model = restore_model(model)
 
@@ -302,10 +428,17 @@ def decode(model, sampling, state, limit):
     def step(state):
         last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
         logits, cache = read(model, last, state.cache)
-        return draw(sampling, logits[:, 0], dataclasses.replace(state, cache=cache))
+        new = logits[:, 0].astype(jnp.float32)
+        return draw(sampling, new, dataclasses.replace(state, cache=cache))
 
     read = chain_calls(_read) if _runs_alone_on_a_gpu(model) else _read
     return lax.while_loop(more, step, state)
+
+
+@functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)
+def decode(model, sampling, state, limit):
+    """Run `_decode` as a program of its own."""
+    return _decode(model, sampling, state, limit)
 
 
 def decode_in_bursts(model, sampling, state, limit: int) -> Iterator[tuple[State, np.ndarray]]:
@@ -368,7 +501,7 @@ def _choose(sampling: Sampling, logits: Float[Array, "b v"], count) -> Int32[Arr
     """Draw one token for each row; `count` is the number of new tokens so far."""
     if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
+    logits = _cool(logits, sampling.temperature)
     if sampling.top_k is not None:
         smallest = lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -379,21 +512,38 @@ def _choose(sampling: Sampling, logits: Float[Array, "b v"], count) -> Int32[Arr
         smallest = jnp.min(
             jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True
         )
+        smallest = jnp.minimum(smallest, ordered[:, :1])  # a denormal `top_p` counts as 0
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     assert sampling.key is not None, "make_sampling expects a key unless greedy"
     key = jax.random.fold_in(sampling.key, count)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames="length")
-def _fill(state, length):
-    """Return the first `length` tokens, with the last one of each row repeated to the end.
+def _cool(logits: Float[Array, "b v"], temperature) -> Float[Array, "b v"]:
+    """Return logits divided by the temperature, after the largest finite one of each row became 0.
 
-    Tokens are missing only if all rows have stopped. The last token of each row is then a stop id.
+    Without that, a low temperature would make several logits infinite. What is not finite stays so.
+    """
+    finite = jnp.where(jnp.isfinite(logits), logits, -jnp.inf)
+    largest = jnp.max(finite, axis=-1, keepdims=True)
+    shifted = logits - jnp.where(jnp.isfinite(largest), largest, 0)
+    return shifted / jnp.clip(temperature, _COLD, _HOT)
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def _fill(state, stop_ids, length):
+    """Return the first `length` tokens of each row, and the `GenerationStats` of all rows.
+
+    The last token of each row is repeated to the end. Tokens are missing only if all rows have
+    stopped. The last token of each row is then a stop id.
     """
     last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
     drawn = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :] < state.count
-    return jnp.where(drawn, state.tokens, last)[:, :length]
+    tokens = jnp.where(drawn, state.tokens, last)[:, :length]
+    stops = jnp.isin(tokens, stop_ids)
+    first = jnp.argmax(stops, axis=1).astype(jnp.int32)
+    lengths = jnp.where(stops.any(axis=1), first + 1, jnp.int32(length))
+    return tokens, GenerationStats(lengths, lengths)
 
 
 def round_up(n: int, step: int) -> int:
@@ -409,26 +559,74 @@ def make_sampling(
     key: jax.Array | None,
 ) -> Sampling:
     """Check the arguments of `generate` that say how tokens are drawn, and return them."""
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature: expected a finite number, 0 or more; got {temperature}")
+    heat, share = _number("temperature", temperature), _number("top_p", top_p)
+    if heat is not None and not 0 <= heat < float("inf"):
+        raise ValueError(f"temperature: expected a finite number, 0 or more; got {heat}")
+    top_k = None if top_k is None else _whole("top_k", top_k)
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected at least 1, or None to keep all tokens; got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p: expected a number in (0, 1], got {top_p}")
-    if temperature > 0 and key is None:
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"top_p: expected a number in (0, 1], got {share}")
+    if heat != 0 and key is None:
         raise ValueError(
             f"key: expected a jax.random.key, because temperature {temperature} draws tokens at "
             "random; got None. Pass a key, or use temperature 0"
         )
+    greedy = heat is not None and heat < _COLD
     return Sampling(
-        np.float32(temperature),
-        np.float32(top_p),
-        np.asarray(list(stop_ids), np.int32),
-        key if temperature > 0 else None,
-        greedy=temperature == 0,
+        jnp.asarray(temperature, jnp.float32) if heat is None else np.float32(min(heat, _HOT)),
+        jnp.asarray(top_p, jnp.float32) if share is None else np.float32(share),
+        _check_stop_ids(stop_ids),
+        None if greedy else key,
+        greedy=greedy,
         top_k=top_k,
-        nucleus=top_p < 1,
+        nucleus=share is None or share < 1,
     )
+
+
+def _whole(name: str, value: Any) -> int:
+    """Return an argument that must be a known integer."""
+    try:
+        return operator.index(value)
+    except TypeError:  # also what JAX raises for a tracer
+        pass
+    if isinstance(value, Tracer):
+        raise TypeError(
+            f"{name}: expected an integer that is known while jax.jit traces, got a traced array; "
+            "make it a static argument"
+        )
+    raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r:.80}")
+
+
+def _number(name: str, value: Any) -> float | None:
+    """Return an argument that must be a number, or None if it is traced."""
+    if isinstance(value, Tracer):
+        return None
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return float("inf")
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name}: expected a number, got {type(value).__name__} {value!r:.80}"
+        ) from None
+
+
+def _check_stop_ids(stop_ids) -> np.ndarray:
+    """Return the ids that end a row as int32 ``[s]``."""
+    try:
+        found = [_whole("stop_ids", index) for index in stop_ids]
+    except TypeError:
+        raise TypeError(
+            "stop_ids: expected a sequence of known integers, None for those of the model, or () "
+            f"for none; got {type(stop_ids).__name__} {stop_ids!r:.80}"
+        ) from None
+    outside = [index for index in found if not 0 <= index < 2**31]
+    if outside:
+        raise ValueError(f"stop_ids: expected ids from 0 to {2**31 - 1}, got {outside[0]}")
+    return np.asarray(found, np.int32)
 
 
 def _has_no_rows(model, input_ids, lengths, max_new_tokens) -> bool:
@@ -439,10 +637,16 @@ def _has_no_rows(model, input_ids, lengths, max_new_tokens) -> bool:
     return True
 
 
-def _check_prompts(model, input_ids, lengths, max_new_tokens):
-    """Return the prompts and their lengths as NumPy arrays, with zeros after each prompt."""
-    ids = np.asarray(input_ids)
-    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+def _check_prompts(model, input_ids, lengths, max_new_tokens) -> tuple[Any, Any]:
+    """Return the prompts and their lengths, with zeros after each prompt.
+
+    They are NumPy arrays, or traced arrays, whose values nothing can check. If the model takes no
+    lengths, the prompts are cut to their common length.
+    """
+    ids = _integers(
+        "input_ids", input_ids, "integers [b, t]; pad shorter prompts, and pass lengths"
+    )
+    if ids.ndim != 2:
         raise ValueError(f"input_ids: expected integers [b, t], got {ids.dtype} {ids.shape}")
     b, t = ids.shape
     if b and not t:
@@ -450,23 +654,71 @@ def _check_prompts(model, input_ids, lengths, max_new_tokens):
             "input_ids: expected at least one token in each row, because there is nothing to "
             f"continue otherwise; got shape {ids.shape}"
         )
-    true = np.full(b, t, np.int32) if lengths is None else np.asarray(lengths, np.int32)
-    if true.shape != (b,) or ((true < 1) | (true > t)).any():
-        raise ValueError(f"lengths: expected {b} integers from 1 to {t}, got {true.tolist()}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-    positions, vocabulary = model.config.max_positions, model.config.vocab_size
-    longest = true.max(initial=0)
-    if longest + max_new_tokens > positions:
-        raise ValueError(
-            f"max_new_tokens: a prompt of {longest} tokens and {max_new_tokens} new tokens "
-            f"exceed the model's {positions} positions by its config.json. Shorten the "
-            "prompt, or ask for fewer new tokens"
-        )
-    read = np.where(np.arange(t)[None, :] < true[:, None], ids, 0)
+    true = _check_lengths(lengths, b, t)
+    known = not isinstance(true, Tracer)
+    _check_room(int(true.max(initial=0)) if known else 1, max_new_tokens, model.config)
+    if "lengths" not in call_options(model):
+        ids, true = _cut_to_common(model, ids, true)
+    real = np.arange(ids.shape[1])[None, :] < true[:, None]
+    if isinstance(ids, Tracer) or not known:
+        return jnp.where(real, ids, jnp.zeros((), ids.dtype)), true
+    read, vocabulary = np.where(real, ids, 0), model.config.vocab_size
     if read.size and (read.min() < 0 or read.max() >= vocabulary):
         raise ValueError(
             f"input_ids: expected ids from 0 to {vocabulary - 1}, the model's vocabulary; got "
             f"{read.min()} to {read.max()}"
         )
     return read, true
+
+
+def _integers(name, values, expected) -> Any:
+    """Return an array of integers, traced or in NumPy."""
+    if isinstance(values, Tracer):
+        found = values
+    else:
+        try:
+            found = np.asarray(values)
+        except ValueError:  # rows of different lengths
+            raise ValueError(f"{name}: expected {expected}; got rows of other lengths") from None
+    if not jnp.issubdtype(found.dtype, np.integer) and found.size:
+        raise ValueError(f"{name}: expected {expected}; got {found.dtype} {found.shape}")
+    return found
+
+
+def _check_lengths(lengths, b, t):
+    """Return the number of tokens in each prompt, int32 ``[b]``."""
+    if lengths is None:
+        return np.full(b, t, np.int32)
+    expected = f"{b} integers from 1 to {t}"
+    true = _integers("lengths", lengths, expected)
+    if true.shape != (b,):
+        raise ValueError(f"lengths: expected {expected}, got {true.dtype} {true.shape}")
+    if isinstance(true, Tracer):
+        return true.astype(jnp.int32)
+    if ((true < 1) | (true > t)).any():
+        raise ValueError(f"lengths: expected {expected}, got {true.tolist()}")
+    return true.astype(np.int32)
+
+
+def _check_room(longest, max_new_tokens, config) -> None:
+    """Check that a prompt and its new tokens fit the model's positions."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+    positions = min(operator.index(config.max_positions), _MOST_POSITIONS)
+    if longest + max_new_tokens > positions:
+        raise ValueError(
+            f"max_new_tokens: a prompt of {longest} tokens and {max_new_tokens} new tokens "
+            f"exceed the model's {positions} positions by its config.json. Shorten the "
+            "prompt, or ask for fewer new tokens"
+        )
+
+
+def _cut_to_common(model, ids, true):
+    """Return prompts that all have the same length, without what follows them."""
+    if isinstance(true, Tracer) or (len(true) and (true != true[0]).any()):
+        found = "traced lengths" if isinstance(true, Tracer) else true.tolist()
+        raise ValueError(
+            f"lengths: {type(model).__name__} takes no argument `lengths`, so it expects prompts "
+            f"of one known length; got {found}. See nvfp4.GenerativeModel"
+        )
+    return (ids[:, : true[0]] if len(true) else ids), true

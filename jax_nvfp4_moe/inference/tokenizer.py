@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from jax_nvfp4_moe.checkpoint.folder import (
     merge_text_config,
     read_json,
 )
+from jax_nvfp4_moe.checkpoint.stop_ids import read_stop_ids
 from jax_nvfp4_moe.inference.chat_template import (
     DEFAULT,
     Messages,
@@ -35,7 +36,6 @@ from jax_nvfp4_moe.inference.special_tokens import (
     say_ends,
     text_of,
 )
-from jax_nvfp4_moe.inference.stop_ids import read_stop_ids
 from jax_nvfp4_moe.inference.tokenizer_class import (
     REBUILT,
     TOKENIZER,
@@ -78,21 +78,65 @@ class Tokenizer:
     templates: Mapping[str, str] = dataclasses.field(default_factory=dict)
     clean_up: bool = False
 
-    def encode(self, text: str, *, special: bool = True) -> np.ndarray:
-        """Return the token ids of a text.
+    @overload
+    def encode(self, text: str, *, special: bool = True) -> np.ndarray: ...
+
+    @overload
+    def encode(
+        self, text: list[str] | tuple[str, ...], *, special: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def encode(self, text: str | Sequence[str], *, special: bool = True) -> Any:
+        """Return the token ids of a text, or of several texts as `generate` takes them.
 
         Args:
-          text: the text.
+          text: the text, or a sequence of b texts.
           special: whether to add the special tokens that the tokenizer puts around a text, such as
             a token that begins it. Defaults to True.
 
         Returns:
-          int32 ``[n]``.
+          int32 ``[n]`` for a text. For several texts, a pair: int32 ``[b, t]``, left-aligned, with
+          zeros after the end of each text that is shorter than the longest; and int32 ``[b]``, the
+          number of tokens in each text.
+
+        Raises:
+          TypeError: `text` is neither a text nor a sequence of texts.
+
+        Example:
+          >>> import importlib.resources
+          >>> import jax_nvfp4_moe as nvfp4
+          >>> folder = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+          >>> tokenizer = nvfp4.load_tokenizer(folder)
+          >>> ids, lengths = tokenizer.encode(["import jax", "return"])
+          >>> lengths.tolist()
+          [2, 1]
+          >>> tokenizer.decode(ids, lengths)
+          ['import jax', 'return']
         """
+        if not isinstance(text, str):
+            return _pad([self.encode(one, special=special) for one in _texts(text)])
         return np.asarray(self.encoder.encode(text, add_special_tokens=special).ids, np.int32)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+    def decode(self, ids: Any, lengths: Any = None) -> Any:
+        """Return the text of token ids, or the texts of several rows, without special tokens.
+
+        Args:
+          ids: integers ``[n]``; or rows of them ``[b, n]``, which may differ in length if they are
+            in a list.
+          lengths: number of tokens to decode in each row, integers ``[b]``, such as ``lengths`` of
+            `GenerationStats`. None (default) decodes all tokens. A stop id that is repeated after
+            the end of a row is left out in any case if it is a special token.
+
+        Returns:
+          A text, or a list of b texts.
+
+        Raises:
+          ValueError: `lengths` is not one number for each row.
+        """
+        if _are_rows(ids):
+            return [self.decode(row) for row in _cut(ids, lengths)]
+        if lengths is not None:
+            raise ValueError("lengths: expected None, because `ids` are the tokens of one text")
         text = self.encoder.decode([int(i) for i in ids], skip_special_tokens=True)
         for spaced in _CLEANED if self.clean_up else ():
             text = text.replace(spaced, spaced.strip())
@@ -186,6 +230,47 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         return render(source, messages, {**self.special, **variables, **given})
+
+
+def _texts(texts) -> Sequence[str]:
+    """Return texts as they are, and refuse anything else."""
+    expected = "text: expected a text or a sequence of texts"
+    if isinstance(texts, (bytes, Mapping)) or not hasattr(texts, "__len__"):
+        raise TypeError(f"{expected}, got {type(texts).__name__}")
+    wrong = [type(text).__name__ for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise TypeError(f"{expected}, got one that contains {wrong[0]}")
+    return texts
+
+
+def _pad(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows as one array, int32 ``[b, t]``, left-aligned, and their lengths."""
+    lengths = np.asarray([len(row) for row in rows], np.int32)
+    padded = np.zeros((len(rows), lengths.max(initial=0)), np.int32)
+    for row, filled in zip(rows, padded, strict=True):
+        filled[: len(row)] = row
+    return padded, lengths
+
+
+def _are_rows(ids) -> bool:
+    """Return whether ids are several rows."""
+    if isinstance(ids, (list, tuple)):
+        return bool(ids) and np.ndim(ids[0]) == 1
+    return np.ndim(ids) == 2
+
+
+def _cut(rows, lengths):
+    """Return rows of ids, each cut to its length."""
+    rows = rows if isinstance(rows, (list, tuple)) else np.asarray(rows)
+    if lengths is None:
+        return rows
+    counts = np.asarray(lengths)
+    if counts.shape != (len(rows),) or (counts.size and counts.dtype.kind not in "iu"):
+        raise ValueError(
+            f"lengths: expected {len(rows)} integers, one for each row of ids; got {counts.dtype} "
+            f"{counts.shape}"
+        )
+    return [row[:count] for row, count in zip(rows, np.maximum(counts, 0), strict=True)]
 
 
 def _open_end(text: str) -> str:

@@ -28,6 +28,10 @@ from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import gather_columns, look_up
 
+# A cache may have room for so many tokens more than the model has positions, because callers round
+# lengths up. `generate` rounds a prompt up to a multiple of 512, and its new tokens to one of 64.
+CACHE_ROUNDING = 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
@@ -132,6 +136,8 @@ class Decoder(nnx.Module):
       head: the linear that makes logits. None means that the embedding's weights make them.
       expert_mesh: the mesh over which embedding and head are divided along the vocabulary. None
         means that they are not divided. Static.
+      stop_ids: the ids that end a text, which `generate` takes unless it is given others.
+        `load_model` reads them from the checkpoint; otherwise there are none. Static.
     """
 
     def __init__(
@@ -163,6 +169,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(list(layers))
         self.norm = norm
         self.head, self.expert_mesh = head, expert_mesh
+        self.stop_ids: tuple[int, ...] = ()
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """Return an empty cache for `batch` rows of up to `max_length` tokens.
@@ -170,12 +177,20 @@ class Decoder(nnx.Module):
         `batch` may be 0.
 
         Raises:
-          ValueError: `batch` is negative, or `max_length` is not positive.
+          ValueError: `batch` is negative, `max_length` is not positive, or it is so far beyond
+            ``config.max_positions`` that the model cannot fill the cache.
         """
         if batch < 0 or max_length < 1:
             raise ValueError(
                 "cache: expected a batch of 0 rows or more and a positive max_length, got batch "
                 f"{batch} and max_length {max_length}"
+            )
+        longest = self.config.max_positions + CACHE_ROUNDING
+        if max_length > longest:
+            raise ValueError(
+                f"max_length: expected at most {longest}, which is the model's "
+                f"{self.config.max_positions} positions by its config.json and {CACHE_ROUNDING} "
+                f"more for lengths that are rounded up; got {max_length}"
             )
         layers = tuple(layer.init_cache(batch, max_length) for layer in self.layers)
         return Cache(layers, jnp.zeros(batch, jnp.int32), max_length)

@@ -19,6 +19,7 @@ from jax_nvfp4_moe.checkpoint.formats import Decision
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.reading import Reader
+from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids
 from jax_nvfp4_moe.checkpoint.table import WeightTable
 from jax_nvfp4_moe.models import (
     deepseek_v3,
@@ -165,8 +166,8 @@ def load_model(
 
     Returns:
       A `Decoder`: ``model(input_ids)`` takes int ``[b, t]`` and returns float32 logits ``[b, t,
-      vocab]``. ``model.config`` has the sizes, and ``model.init_cache`` makes a KV cache; see
-      `models.decoder.Decoder`.
+      vocab]``. ``model.config`` has the sizes, ``model.stop_ids`` the tokens that end a text, and
+      ``model.init_cache`` makes a KV cache; see `models.decoder.Decoder`.
 
     Raises:
       CheckpointError: the folder, a config or a header is wrong, or a scale is NaN or infinite. The
@@ -191,8 +192,10 @@ def load_model(
     with open_checkpoint(path) as checkpoint:
         plan = plan_model(checkpoint, settings)
         warn_of_generation_keys(checkpoint.folder)
+        stop_ids = read_stop_ids(checkpoint.folder, read_end_of_text(checkpoint.folder))
         with plan.open_reader() as reader:
             model = plan.materialize(reader)
+    model.stop_ids = stop_ids
     _say_where_scheme_is_idle(model, settings.scheme)
     return model
 

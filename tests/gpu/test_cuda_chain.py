@@ -108,7 +108,7 @@ def test_generate_runs_chains_in_a_graph(folder):
         logits, cache = read(model, token.astype(jnp.int32), cache)
         token = jnp.argmax(logits, axis=-1)
     for _ in range(20):
-        assert generate(model, prompt, max_new_tokens=STEPS)[0].tolist() == tokens
+        assert generate(model, prompt, max_new_tokens=STEPS, stop_ids=())[0].tolist() == tokens
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +206,12 @@ def test_branches_of_several_threads_have_the_bits_of_calls(layers, run):
 def test_generate_with_branches_gives_the_tokens_without(folder, monkeypatch):
     model = load_model(CHECKPOINTS / folder)
     prompt = np.arange(8, dtype=np.int32).reshape(2, 4)
-    found = [np.asarray(generate(model, prompt, max_new_tokens=STEPS)) for _ in range(5)]
+    found = [
+        np.asarray(generate(model, prompt, max_new_tokens=STEPS, stop_ids=())) for _ in range(5)
+    ]
     monkeypatch.setattr(generation, "chain_calls", lambda function: function)
     jax.clear_caches()  # otherwise `generate` would run the program that it has compiled
-    expected = np.asarray(generate(model, prompt, max_new_tokens=STEPS))
+    expected = np.asarray(generate(model, prompt, max_new_tokens=STEPS, stop_ids=()))
     jax.clear_caches()
     for tokens in found:
         np.testing.assert_array_equal(tokens, expected)

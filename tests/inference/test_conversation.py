@@ -27,7 +27,8 @@ def model(request):
 
 
 def expected(model, ids, new):
-    return np.asarray(nvfp4.generate(model, jnp.asarray(ids)[None], max_new_tokens=new))[0]
+    prompt = jnp.asarray(ids)[None]
+    return np.asarray(nvfp4.generate(model, prompt, max_new_tokens=new, stop_ids=()))[0]
 
 
 def test_turns_equal_the_whole_text(model):

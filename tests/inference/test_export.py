@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exported import layer_arguments, step_arguments
 from flax import nnx
-from given import EXAMPLE
+from given import CHECKPOINTS, EXAMPLE
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
@@ -64,6 +64,26 @@ def test_a_decoding_step_in_a_new_process(tmp_path):
         return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(input_ids, cache)
 
     assert_same_again(tmp_path, step, step_arguments)
+
+
+def test_generate_as_an_exported_program():
+    """Prompts, lengths and weights are arguments; the lengths of the rows come back, too."""
+    model = nvfp4.load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", dtype=jnp.float32)
+    leaves, structure = jax.tree.flatten(model)
+    ids, lengths = jnp.asarray([[5, 6, 7], [9, 1, 0]], jnp.int32), jnp.asarray([3, 2], jnp.int32)
+    stop = int(nvfp4.generate(model, ids, lengths=lengths, max_new_tokens=3)[0, 2])
+    how = {"max_new_tokens": 6, "stop_ids": (stop,), "stats": True}
+
+    def run(leaves, ids, lengths):
+        model = jax.tree.unflatten(structure, leaves)
+        return nvfp4.generate(model, ids, lengths=lengths, **how)
+
+    program = nvfp4.load_exported(export(run, (leaves, ids, lengths)).serialize())
+    tokens, stats = program.call(leaves, ids, lengths)
+    assert isinstance(stats, nvfp4.GenerationStats)
+    assert stats.lengths[0] <= 3
+    expected = nvfp4.generate(model, ids, lengths=lengths, **how)
+    jax.tree.map(np.testing.assert_array_equal, (tokens, stats), expected)
 
 
 def test_for_a_gpu_from_a_machine_without():

@@ -56,7 +56,7 @@ def traces(monkeypatch):
 def test_the_greedy_text_of_the_tool(example, tokenizer):
     expected, prompt = GREEDY["token_ids"], tokenizer.encode(GREEDY["prompt"])[None]
     new = len(expected) - prompt.shape[1]
-    tokens = np.asarray(generate(example, prompt, max_new_tokens=new))
+    tokens = np.asarray(generate(example, prompt, max_new_tokens=new, stop_ids=()))
     assert tokens.shape == (1, new)
     assert tokens.dtype == np.int32
     assert [*prompt[0], *tokens[0]] == expected
@@ -160,6 +160,67 @@ def test_a_stop_id_ends_its_row_and_repeats(model, prompt):
     assert (np.asarray(ended) == free[0, 0]).all()
 
 
+@pytest.mark.parametrize("stop", [3, None])
+def test_the_stop_ids_of_the_model_are_the_default(model, prompt, stop):
+    """Each row has a length, with its stop id; `()` never stops."""
+    both = np.concatenate([prompt, prompt[:, ::-1]])
+    free = np.asarray(generate(model, both, max_new_tokens=10))
+    ids = () if stop is None else (511, int(free[0, stop]))
+    stopping = nnx.clone(model)
+    stopping.stop_ids = ids
+    tokens, stats = generate(stopping, both, max_new_tokens=10, stats=True)
+    np.testing.assert_array_equal(tokens, generate(model, both, max_new_tokens=10, stop_ids=ids))
+    ends = [next((i + 1 for i, t in enumerate(row) if t in ids), 10) for row in free.tolist()]
+    assert stop is None or ends[0] < 10
+    assert stats.lengths.tolist() == stats.steps.tolist() == ends
+    assert (stats.lengths.dtype, stats.steps.dtype) == (jnp.int32, jnp.int32)
+    streamed = np.stack(list(stream(stopping, both, max_new_tokens=10)), axis=1)
+    np.testing.assert_array_equal(streamed, tokens[:, : max(ends)])
+    never = generate(stopping, both, max_new_tokens=10, stop_ids=(), stats=True)
+    np.testing.assert_array_equal(never[0], free)
+    assert never[1].lengths.tolist() == [10, 10]
+    assert len(list(stream(stopping, both, max_new_tokens=10, stop_ids=()))) == 10
+
+
+def test_lengths_of_no_rows(model):
+    none = np.zeros((0, 4), np.int32)
+    tokens, stats = generate(model, none, max_new_tokens=3, stats=True)
+    assert tokens.shape == (0, 3)
+    assert stats.lengths.shape == stats.steps.shape == (0,)
+
+
+def test_generate_inside_of_jit(model, prompt):
+    """Model, prompts, lengths and numbers may be traced; the tokens are those of a plain call."""
+    t = prompt.shape[1]
+    lengths = np.array([t, 5, 1])
+    batch = np.where(np.arange(t) < lengths[:, None], prompt, 7)
+    known = {"max_new_tokens": 8, "prefill_chunk": 5, "top_k": 30, "stats": True}
+
+    def run(model, ids, lengths, stop_ids=(3, 5), **drawn):
+        return generate(model, ids, lengths=lengths, stop_ids=stop_ids, **drawn, **known)
+
+    inside = jax.jit(run)
+    for temperature, top_p in ((0.0, 1.0), (0.9, 0.8)):
+        drawn = {"temperature": temperature, "top_p": top_p, "key": jax.random.key(2)}
+        expected = run(model, batch, lengths, **drawn)
+        found = inside(model, batch, lengths, **drawn)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    closed = jax.jit(lambda: generate(model, batch, lengths=lengths, max_new_tokens=8))()
+    np.testing.assert_array_equal(closed, run(model, batch, lengths, stop_ids=())[0])
+
+
+def test_what_cannot_be_traced_is_said(model, prompt):
+    with pytest.raises(ValueError, match=r"stream: .* outside of jax\.jit"):
+        jax.jit(lambda ids: list(stream(model, ids, max_new_tokens=3)))(prompt)
+    for name, value in (("max_new_tokens", 3), ("top_k", 3), ("stop_ids", jnp.arange(2))):
+        with pytest.raises(TypeError, match=f"{name}: expected .* known"):
+            jax.jit(lambda value: generate(model, prompt, **{"max_new_tokens": 2, name: value}))(  # noqa: B023
+                value
+            )
+    with pytest.raises(ValueError, match="14 tokens and 1000 new tokens exceed"):
+        jax.jit(lambda ids: generate(model, ids, max_new_tokens=1000))(prompt)
+
+
 def test_a_stream_gives_the_same_tokens(model, prompt):
     arguments = {"max_new_tokens": 9, "temperature": 0.9, "top_k": 20, "key": jax.random.key(3)}
     streamed = np.stack(list(stream(model, prompt, **arguments)), axis=1)
@@ -202,13 +263,59 @@ def test_each_step_has_random_numbers_of_its_own(model, prompt):
     assert len(np.unique(tokens)) > 10
 
 
-@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"top_p": 1e-45},  # a denormal float32
+        {"top_p": 5e-324},  # 0 in float32
+        {"temperature": 1e-4},
+        {"temperature": 1e-38},
+        {"temperature": 5e-324},
+    ],
+)
 def test_narrow_sampling_is_greedy(model, prompt, narrow):
     arguments = {"temperature": 1.0, "key": jax.random.key(0)} | narrow
     np.testing.assert_array_equal(
         generate(model, prompt, max_new_tokens=6, **arguments),
         generate(model, prompt, max_new_tokens=6),
     )
+
+
+MASKED = [-np.inf, 2.0, -np.inf, 2.0, 1.0]
+HARD_LOGITS = {
+    "small": [0.0, 1e-6, 3e-6, 2e-6, -1.0],
+    "large": [3e38, 1.0, 3.4e38, -3.4e38, 0.0],
+    "very negative": [-3e38, -2e38, -3.4e38, -np.inf, -2.5e38],
+    "equal": [7.0] * 5,
+    "all but one masked": [-np.inf, -np.inf, -np.inf, 0.5, -np.inf],
+    "masked": MASKED,
+}
+
+
+def choose(logits, **options):
+    """Draw a token for each of 64 equal rows."""
+    given = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | options
+    sampling = make_sampling(**given, stop_ids=(), key=jax.random.key(0))
+    return np.asarray(_choose(sampling, jnp.tile(jnp.float32(logits), (64, 1)), 0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-45, 1e-38, 1e-20, 9e-6])
+@pytest.mark.parametrize("name", HARD_LOGITS)
+def test_a_tiny_temperature_is_greedy(name, temperature):
+    logits = HARD_LOGITS[name]
+    np.testing.assert_array_equal(choose(logits, temperature=temperature), np.argmax(logits))
+
+
+@pytest.mark.parametrize("temperature", [1.1e-5, 1e-3, 1.0, 1e30, 1e39, 1e300])
+@pytest.mark.parametrize("narrow", [{}, {"top_k": 4}, {"top_k": 2**40}, {"top_p": 0.99}])
+def test_no_temperature_makes_numbers_that_are_not_finite(narrow, temperature):
+    """Masked tokens are never drawn, and of equal logits each one is, however large they are."""
+    for scale in (1.0, 1e38):
+        drawn = set(choose(np.multiply(MASKED, scale), temperature=temperature, **narrow))
+        assert {1, 3} <= drawn <= {1, 3, 4}
+    assert set(choose([3e38, 3.4e38, 3.4e38, -3.4e38], temperature=2e-5, **narrow)) == {1, 2}
 
 
 def draws(count, **options):
@@ -271,19 +378,55 @@ def test_chances_that_add_up_to_exactly_top_p_are_enough(top_p, kept):
     [
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1"),
         ({"max_new_tokens": 2048}, "14 tokens and 2048 new tokens exceed the model's 2048"),
+        ({"max_new_tokens": 2**31 - 1}, "14 tokens and 2147483647 new tokens exceed .* 2048"),
+        ({"max_new_tokens": 2**31}, "exceed the model's 2048 positions"),
+        ({"max_new_tokens": 2**64}, "exceed the model's 2048 positions"),
+        ({"max_new_tokens": 2**31 - 1, "lengths": [1]}, "exceed the model's 2048 positions"),
+        ({"max_new_tokens": 2**31 - 1, "prefill_chunk": 4}, "exceed the model's 2048 positions"),
         ({"lengths": [0]}, "lengths: expected 1 integers from 1 to 14"),
         ({"lengths": [15]}, "lengths: expected"),
+        ({"lengths": [2**32 + 3]}, "lengths: expected"),
+        ({"lengths": [2.5]}, "lengths: expected"),
+        ({"lengths": 3}, "lengths: expected"),
         ({"lengths": [3, 3]}, "lengths: expected"),
         ({"temperature": -1.0}, "temperature: expected a finite number, 0 or more"),
+        ({"temperature": float("nan")}, "temperature: expected a finite number, 0 or more"),
+        ({"temperature": float("inf")}, "temperature: expected a finite number, 0 or more"),
+        ({"temperature": 10**400}, "temperature: expected a finite number, 0 or more"),
+        ({"temperature": -1e-45}, "temperature: expected a finite number, 0 or more"),
         ({"temperature": 1.0}, "key: expected a jax.random.key"),
+        ({"temperature": 1e-38}, "key: expected a jax.random.key"),
         ({"top_k": 0}, "top_k: expected at least 1"),
         ({"top_p": 0.0}, r"top_p: expected a number in \(0, 1\]"),
         ({"top_p": 1.5}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_p": -1e-45}, "top_p"),
+        ({"stop_ids": [2**31]}, "stop_ids: expected ids from 0 to 2147483647, got 2147483648"),
+        ({"stop_ids": [3, -1]}, "stop_ids: expected ids from 0 to"),
     ],
 )
 def test_arguments_out_of_range(example, prompt, arguments, message):
     with pytest.raises(ValueError, match=message):
         generate(example, prompt, **({"max_new_tokens": 4} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 2.0),
+        ("max_new_tokens", None),
+        ("prefill_chunk", 2.5),
+        ("top_k", 1.5),
+        ("temperature", "1"),
+        ("top_p", None),
+        ("stop_ids", 5),
+        ("stop_ids", "end"),
+        ("stop_ids", [1.0]),
+    ],
+)
+def test_arguments_of_a_wrong_type(example, prompt, name, value):
+    with pytest.raises(TypeError, match=f"{name}: expected"):
+        generate(example, prompt, **{"max_new_tokens": 4, name: value})
 
 
 @pytest.mark.parametrize(
@@ -293,6 +436,7 @@ def test_arguments_out_of_range(example, prompt, arguments, message):
         (np.zeros(4, np.int32), r"expected integers \[b, t\]"),
         (np.zeros((1, 4)), "expected integers"),
         (np.full((1, 4), 4096), "expected ids from 0 to 4095"),
+        ([[1, 2], [1]], "input_ids: expected integers .* lengths given; got rows"),
     ],
 )
 def test_prompts_that_are_none(example, ids, message):

@@ -87,7 +87,8 @@ def test_log_likelihoods(harness):
         ("x", " = 1"),
     ]
     prompt = encode("import jax\nimport jax.")
-    new = nvfp4.generate(harness.model, np.asarray([prompt]), max_new_tokens=3)[0].tolist()
+    fixed = {"max_new_tokens": 3, "stop_ids": ()}
+    new = nvfp4.generate(harness.model, np.asarray([prompt]), **fixed)[0].tolist()
     pairs.append(("import jax\nimport jax.", harness.text_tokenizer.decode(new)))
     found = harness.loglikelihood(instances("loglikelihood", *pairs))
     for (context, continuation), (value, likeliest) in zip(pairs, found, strict=True):

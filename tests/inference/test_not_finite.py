@@ -27,6 +27,8 @@ SAMPLINGS = {
     "greedy": make_sampling(0.0, None, 1.0, (), None),
     "sampled": make_sampling(0.9, None, 1.0, (), KEY),
     "cold": make_sampling(1e-30, None, 1.0, (), KEY),
+    "cool": make_sampling(2e-5, None, 1.0, (), KEY),
+    "tiny top_p": make_sampling(0.9, None, 1e-45, (), KEY),
     "top_k": make_sampling(0.9, 3, 1.0, (), KEY),
     "top_p": make_sampling(0.9, None, 0.5, (), KEY),
     "top_k and top_p": make_sampling(2.0, 3, 0.5, (), KEY),

@@ -2,12 +2,14 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizer_folders as folders
 from given import EXAMPLE
 
 from jax_nvfp4_moe import CheckpointError
+from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids
 from jax_nvfp4_moe.inference.tokenizer import Tokenizer, load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Wie <geht>'s?"}]
@@ -102,6 +104,91 @@ def test_stop_ids(folder, value, expected):
     """The tokenizer's eos_token is 0, and comes after the ids of the configurations."""
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     assert load_tokenizer(folder).stop_ids == expected
+
+
+def test_the_model_finds_the_end_that_the_tokenizer_has(folder):
+    """`load_model` finds the same stop ids as `load_tokenizer`, without loading a tokenizer."""
+
+    def both():
+        found = load_tokenizer(folder).stop_ids
+        assert read_stop_ids(folder, read_end_of_text(folder)) == found
+        return found
+
+    assert both() == (0,)
+    named = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": "return"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    (folder / "generation_config.json").unlink()
+    assert len(both()) == 2
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert both() == (3,)
+    end = {"content": "<|endoftext|>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": end}))
+    assert both() == (3, 0)
+
+
+@pytest.mark.parametrize(
+    "vocabulary", [{"a": 4, "</s>": 7}, [["a", -1.0], ["b", -2.0], ["</s>", -3.0]]]
+)
+def test_the_end_in_vocabularies_without_added_tokens(tmp_path, vocabulary):
+    files = {
+        "tokenizer.json": {"added_tokens": None, "model": {"vocab": vocabulary}},
+        "tokenizer_config.json": {"eos_token": "</s>"},
+    }
+    for name, contents in files.items():
+        (tmp_path / name).write_text(json.dumps(contents))
+    assert read_end_of_text(tmp_path) == ((7,) if isinstance(vocabulary, dict) else (2,))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"added_tokens": [3], "model": {"vocab": [3]}}'),
+        ("tokenizer.json", '{"added_tokens": [{"content": "<|endoftext|>", "id": "0"}]}'),
+        ("tokenizer.json", '{"added_tokens": [{"content": "<|endoftext|>", "id": -1}]}'),
+        ("tokenizer_config.json", '{"eos_token": 3}'),
+        ("tokenizer_config.json", '{"eos_token": {"content": []}}'),
+    ],
+)
+def test_a_model_does_not_need_its_tokenizer(folder, name, text):
+    assert read_end_of_text(folder) == (0,)
+    (folder / name).write_text(text)
+    assert read_end_of_text(folder) == ()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(EXAMPLE)
+
+
+def test_several_texts(tokenizer):
+    """Texts become one padded array with their lengths; rows become texts again."""
+    texts = ["def f(x):", "", "import jax.numpy as jnp", "é"]
+    ids, lengths = tokenizer.encode(texts)
+    assert ids.dtype == lengths.dtype == np.int32
+    assert ids.shape == (4, lengths.max())
+    for text, row, length in zip(texts, ids, lengths, strict=True):
+        np.testing.assert_array_equal(row[:length], tokenizer.encode(text))
+        assert not row[length:].any()
+    assert tokenizer.decode(ids, lengths) == texts
+    assert tokenizer.decode(jnp.asarray(ids), jnp.asarray(lengths)) == texts
+    assert tokenizer.decode([list(row[:n]) for row, n in zip(ids, lengths, strict=True)]) == texts
+    assert tokenizer.decode(ids)[2] == texts[2]
+    assert tokenizer.decode(np.zeros((0, 3), np.int32)) == []
+    none, no_lengths = tokenizer.encode([])
+    assert (none.shape, no_lengths.shape) == ((0, 0), (0,))
+    assert tokenizer.encode(("a",))[0].shape == (1, 1)
+
+
+def test_texts_of_a_wrong_type(tokenizer):
+    for wrong in (5, b"text", [b"text"], ["a", None], [["a"]], {"a": 1}):
+        with pytest.raises(TypeError, match="text: expected a text or a sequence of texts, got"):
+            tokenizer.encode(wrong)
+    for ids, lengths in (([[1, 2]], [1, 2]), ([[1, 2]], [1.5]), ([1, 2], [1]), ([[1]], 1)):
+        with pytest.raises(ValueError, match="lengths: expected"):
+            tokenizer.decode(ids, lengths)
 
 
 def test_stop_ids_are_those_of_all_files(folder):

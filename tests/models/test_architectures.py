@@ -266,7 +266,7 @@ def test_generate_takes_the_largest_logit(case):
     """
     model, ids = case.model, case.ids
     t, new = ids.shape[1] // 2, 4
-    tokens = generate(model, ids[:, :t], max_new_tokens=new)
+    tokens = generate(model, ids[:, :t], max_new_tokens=new, stop_ids=())
     assert tokens.shape == (len(ids), new)
     text = np.concatenate([ids[:, :t], tokens], axis=1)
     padded = np.pad(text, [(0, 0), (0, ids.shape[1] - t - new)])

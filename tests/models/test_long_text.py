@@ -95,7 +95,8 @@ def check(model, prompt, lengths=None, piece=1, **how):
       the prompt.
     """
     assert prompt.shape[1] > attention._REFERENCE_QUERIES
-    tokens = np.asarray(generate(model, prompt, max_new_tokens=NEW, lengths=lengths, **how))
+    how = {"stop_ids": (), "lengths": lengths} | how
+    tokens = np.asarray(generate(model, prompt, max_new_tokens=NEW, **how))
     assert tokens.shape == (len(prompt), NEW)
     lengths = np.full(len(prompt), PROMPT) if lengths is None else lengths
     new = lengths[:, None] + np.arange(NEW)

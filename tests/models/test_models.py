@@ -300,6 +300,11 @@ def test_calls_with_wrong_shapes():
     for sizes in ((-1, 8), (2, 0)):
         with pytest.raises(ValueError, match="cache: expected a batch of 0 rows or more and a pos"):
             model.init_cache(*sizes)
+    positions = model.config.max_positions
+    for length in (positions + 1025, 2**31 - 1, 2**40):
+        with pytest.raises(ValueError, match=rf"max_length: .* {positions} pos.*; got {length}"):
+            model.init_cache(1, length)
+    jax.eval_shape(lambda: model.init_cache(1, positions + 1024))
 
 
 def test_a_scheme_that_nothing_can_follow_is_said(caplog):

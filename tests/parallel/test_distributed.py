@@ -134,7 +134,9 @@ def test_logits_are_those_of_one_process(count, mesh, tmp_path):
     if "load" in found:
         np.testing.assert_array_equal(found["load"], count_experts(model, ids))
     else:
-        np.testing.assert_array_equal(found["tokens"], generate(model, ids, max_new_tokens=4))
+        np.testing.assert_array_equal(
+            found["tokens"], generate(model, ids, max_new_tokens=4, stop_ids=())
+        )
 
 
 @pytest.mark.slow

@@ -213,6 +213,20 @@ FAULTS = (
         "models/test_architectures.py::test_each_block_is_exact[qwen3_moe-modelopt-w4a4-faults]",
     ),
     Fault(
+        "generate: a tiny temperature draws at random",
+        "inference/generation.py",
+        "greedy = heat is not None and heat < _COLD",
+        "greedy = heat == 0",
+        "inference/test_generate.py::test_a_tiny_temperature_is_greedy[small-1e-38]",
+    ),
+    Fault(
+        "generate: a length without the stop id",
+        "inference/generation.py",
+        "first + 1, jnp.int32(length)",
+        "first, jnp.int32(length)",
+        "inference/test_generate.py::test_the_stop_ids_of_the_model_are_the_default[3]",
+    ),
+    Fault(
         "generate: the first stop id is not one",
         "draw",
         "sampling.stop_ids[None, :]",

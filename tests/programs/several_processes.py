@@ -81,7 +81,7 @@ def run_model(folder, shape, output):
     results = {"logits": logits}
     devices = mesh.shape.get("expert")
     if devices is None:
-        results["tokens"] = generate(model, ids, max_new_tokens=4)
+        results["tokens"] = generate(model, ids, max_new_tokens=4, stop_ids=())
     else:
         results["load"] = load = balance.count_experts(model, ids)
         copies = load.shape[1] + devices

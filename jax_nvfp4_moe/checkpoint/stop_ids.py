@@ -2,12 +2,20 @@
 
 import pathlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
 
 GENERATION_CONFIG = "generation_config.json"
 _KEY = "eos_token_id"
+# Files that name the tokenizer's end of text. Without "added_tokens_decoder" in the first one, the
+# second one comes before it.
+_TOKENIZER, _TOKENIZER_CONFIG, _MAP = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 
 
 def read_stop_ids(folder: pathlib.Path, more: Iterable[int] = ()) -> tuple[int, ...]:
@@ -35,7 +43,7 @@ def read_stop_ids(folder: pathlib.Path, more: Iterable[int] = ()) -> tuple[int, 
 def _stored(folder) -> Iterator[list[int] | str]:
     """Yield the ids of each place, or a sentence that says what is wrong."""
     for name in (GENERATION_CONFIG, CONFIG):
-        config = read_json(folder, name) if exists(folder, name) else {}
+        config = _read(folder, name)
         yield _ids(config.get(_KEY), f"{name}: {_KEY}")
         for part in TEXT_CONFIGS:
             inner = config.get(part)
@@ -50,3 +58,42 @@ def _ids(value, place) -> list[int] | str:
     if all(type(index) is int and -1 <= index < 2**31 for index in ids):
         return [index for index in ids if index >= 0]
     return f"{place}: expected a token id or a list of ids, got {quoted(value)}"
+
+
+def read_end_of_text(folder: pathlib.Path) -> tuple[int, ...]:
+    """Return the id of the tokenizer's ``eos_token``, without loading the tokenizer.
+
+    Its text stands in ``tokenizer_config.json`` or ``special_tokens_map.json``, and its id in
+    ``tokenizer.json``. The result is empty where they name none, or cannot be read: a model does
+    not need its tokenizer, and `load_tokenizer` says what is wrong with these files.
+
+    Args:
+      folder: the checkpoint's folder.
+    """
+    try:
+        config, named = (_read(folder, name) for name in (_TOKENIZER_CONFIG, _MAP))
+        if config.get("added_tokens_decoder") is None:
+            config = config | named
+        end = config.get("eos_token")
+        text = end.get("content") if isinstance(end, dict) else end
+        found = _find_token(_read(folder, _TOKENIZER), text) if isinstance(text, str) else None
+    except CheckpointError:
+        return ()
+    return (found,) if type(found) is int and 0 <= found < 2**31 else ()
+
+
+def _read(folder, name) -> dict[str, Any]:
+    return read_json(folder, name) if exists(folder, name) else {}
+
+
+def _find_token(tokenizer, text) -> Any:
+    """Return the id that a parsed ``tokenizer.json`` gives to the text of a token, or None."""
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict) and token.get("content") == text:
+            return token.get("id")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # Unigram stores pairs of a text and its score
+        texts = [pair[0] for pair in vocabulary if isinstance(pair, list) and pair]
+        return texts.index(text) if text in texts else None
+    return vocabulary.get(text) if isinstance(vocabulary, dict) else None
