@@ -179,9 +179,9 @@ FAULTS = (
     ),
     Fault(
         "generate: one position too many",
-        "_check_prompts",
-        "> positions:",
-        "> positions + 1:",
+        "_check_room",
+        "max_new_tokens > positions:",
+        "max_new_tokens > positions + 1:",
         "models/test_long_text.py::test_the_last_position_is_the_last_that_is_taken",
     ),
     Fault(
@@ -214,14 +214,14 @@ FAULTS = (
     ),
     Fault(
         "generate: a tiny temperature draws at random",
-        "inference/generation.py",
+        "make_sampling",
         "greedy = heat is not None and heat < _COLD",
         "greedy = heat == 0",
         "inference/test_generate.py::test_a_tiny_temperature_is_greedy[small-1e-38]",
     ),
     Fault(
         "generate: a length without the stop id",
-        "inference/generation.py",
+        "_fill",
         "first + 1, jnp.int32(length)",
         "first, jnp.int32(length)",
         "inference/test_generate.py::test_the_stop_ids_of_the_model_are_the_default[3]",
