@@ -226,6 +226,7 @@ LONG_MODULES = (
     "test_quantize_model.py",
     "test_generate.py",
     "test_generate_own_model.py",
+    "test_one_mesh_of_each_mixer.py",
     "test_transforms.py",
     "test_restoring_on_meshes.py",
     "test_ops.py",

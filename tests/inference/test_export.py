@@ -14,6 +14,9 @@ from given import CHECKPOINTS, EXAMPLE
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.inference import exporting
+from jax_nvfp4_moe.models.decoder import Cache
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.testing import random_routing
 
 # Runs the exported program in a process that has traced nothing.
@@ -128,6 +131,28 @@ def test_structures_come_back():
     np.testing.assert_array_equal(again.call(padded), padded.down.global_scale)
     with pytest.raises(ValueError, match="structure"):
         again.call(canonical)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        FP8Tensor(np.ones((4, 8), jnp.float8_e4m3fn), np.ones(4, np.float32)),
+        DenseExperts(np.ones((2, 8, 4), np.float32), np.ones((2, 4, 4), np.float32)),
+        DenseExperts(
+            FP8Tensor(np.ones((2, 8, 4), jnp.float8_e4m3fn), np.ones((2, 8), np.float32)),
+            FP8Tensor(np.ones((2, 4, 4), jnp.float8_e4m3fn), np.ones((2, 4), np.float32)),
+            gate_up_input_scale=np.ones(2, np.float32),
+            multiply_by_reciprocal=True,
+        ),
+        Cache(({"k": np.ones((1, 1, 4, 2), np.float32)},), np.zeros(1, np.int32), 4),
+    ],
+    ids=["FP8Tensor", "DenseExperts", "FP8 experts", "Cache"],
+)
+def test_each_class_may_be_an_argument(value):
+    exported = export(lambda tree: jax.tree.leaves(tree)[-1], (value,))
+    again = nvfp4.load_exported(exported.serialize())
+    assert again.in_tree == exported.in_tree
+    np.testing.assert_array_equal(again.call(value), jax.tree.leaves(value)[-1])
 
 
 def symbolic_tokens(top_k=2):

@@ -94,6 +94,7 @@ def test_an_unfinished_character_is_shown_at_the_end():
     [
         (0, (0,)),
         ([3, 5], (3, 5, 0)),
+        ([0, 5], (0, 5)),
         (None, (0,)),
         (-1, (0,)),
         ([7, None, -1, 7], (7, 0)),

@@ -1,6 +1,7 @@
 """Test files of new families as their owners publish them, and configs that are not supported."""
 
 import collections
+import contextlib
 import json
 import math
 
@@ -324,6 +325,70 @@ def test_published_names_of_sizes():
         assert read("granitemoehybrid", **{"layer_types": None, name: older}) == granite
     sizes = {"global_head_dim": 32, "num_global_key_value_heads": 1}
     assert read("gemma4", per_layer_config=None, **sizes) == read("gemma4")
+
+
+COUNT = ("num_experts", "num_local_experts")
+ROUTED = ("n_routed_experts", "num_local_experts")
+# The names that a size has in files of a family, of published models and of transformers.
+NAMES = {
+    "deepseek_v3-direct": (ROUTED,),
+    "deepseek_v32": (ROUTED,),
+    "deepseek_v4": (ROUTED,),
+    "ernie4_5_moe": (("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")),
+    "exaone_moe": ((*COUNT, "n_routed_experts"),),
+    "glm4_moe-groups": ((*COUNT, "n_routed_experts"),),
+    "glm_moe_dsa": (ROUTED,),
+    "gpt_oss": (COUNT, ("num_experts_per_tok", "experts_per_token")),
+    "granitemoe": (COUNT,),
+    "hunyuan_v1_moe": (COUNT, ("moe_topk", "num_experts_per_tok")),
+    "kimi_linear": (
+        (*COUNT, "n_routed_experts"),
+        ("num_experts_per_token", "num_experts_per_tok"),
+        ("moe_renormalize", "norm_topk_prob"),
+        ("num_expert_group", "n_group"),
+        ("num_shared_experts", "n_shared_experts"),
+        ("model_max_length", "max_position_embeddings"),
+    ),
+    "lfm2_moe": (COUNT, ("tie_embedding", "tie_word_embeddings")),
+    "llama4_text": (COUNT,),
+    "minimax_m2": (COUNT,),
+    "minimax_m3": (COUNT,),
+    "mistral4": (ROUTED,),
+    "mixtral-window": (COUNT,),
+    "nemotron_h": (
+        ("head_dim", "attention_head_dim"),
+        ("n_groups", "mamba_n_groups"),
+        ("conv_kernel", "mamba_d_conv"),
+    ),
+    "olmoe-bias": (COUNT,),
+    "qwen2_moe": (COUNT,),
+    "qwen3_vl_moe": (COUNT,),
+    "qwen3moe": (COUNT,),
+    "step3p7": (("n_routed_experts", "moe_num_experts", "num_local_experts"),),
+}
+
+
+# Values in place of those of the given files, which are defaults.
+OTHER_VALUES = {
+    "moe_renormalize": False,
+    "num_expert_group": 2,
+    "num_shared_experts": 2,
+    "tie_embedding": False,
+    "conv_kernel": 3,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_size_has_its_value_under_each_name(name):
+    """A name that is not read would give the default, where there is one."""
+    config = merge_text_config(read_config(given(name)))
+    for names in NAMES[name]:
+        (found,) = {config[one] for one in names if config.get(one) is not None}
+        value, nothing = OTHER_VALUES.get(names[0], found), dict.fromkeys(names)
+        first, *others = (read(name, **nothing | {one: value}) for one in names)
+        assert others == [first] * len(others), names
+        with contextlib.suppress(CheckpointError):  # there is no default
+            assert read(name, **nothing) != first, names
 
 
 def test_published_names_of_step():

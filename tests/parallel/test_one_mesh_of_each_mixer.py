@@ -15,7 +15,7 @@ from host_devices import BOUND, IDS, call, difference, make_mesh, tokens
 from unquantized import dequantized
 
 from jax_nvfp4_moe import load_model, load_moe
-from jax_nvfp4_moe.models import kimi_linear, minimax_m3, qwen3_moe, step3p7
+from jax_nvfp4_moe.models import deepseek_v3, kimi_linear, minimax_m3, qwen3_moe, step3p7
 from jax_nvfp4_moe.parallel import ExpertMesh
 
 pytestmark = pytest.mark.eight_devices
@@ -70,16 +70,25 @@ def test_a_mixer_equals_that_of_one_device(tmp_path, name):
     assert difference(four, one) <= BOUND
 
 
-def test_each_head_keeps_its_scale_of_an_fp8_cache(tmp_path):
-    """Two of four devices have the first key head, whose scale is not that of the other."""
+@pytest.mark.parametrize(
+    ("name", "architecture", "scales"),
+    [
+        # Two of four devices have the first key head.
+        ("qwen3_moe-ct-w4a4-kv8", qwen3_moe, [0.3, 1.7]),
+        ("deepseek_v3-modelopt-mixed-w4a16-kv8", deepseek_v3, [0.3, 0.7, 1.1, 1.7]),
+    ],
+    ids=["keys", "latents"],
+)
+def test_each_head_keeps_its_scale_of_an_fp8_cache(tmp_path, name, architecture, scales):
+    """Powers of two would round alike, so that no scale is one."""
 
     def scale(tensors):
-        for name in [one for one in tensors if one.endswith((".k_scale", ".v_scale"))]:
-            tensors[name] = np.array([0.5, 2.0], np.float32)
+        for key in [one for one in tensors if one.endswith((".k_scale", ".v_scale"))]:
+            tensors[key] = np.array(scales, np.float32)
 
-    folder = edited(tmp_path, "qwen3_moe-ct-w4a4-kv8", scale)
+    folder = edited(tmp_path, name, scale)
     one, four = (
-        outputs(folder, qwen3_moe, mesh, scheme="checkpoint")
+        outputs(folder, architecture, mesh, scheme="checkpoint")
         for mesh in (None, ExpertMesh(make_mesh((1, 4))))
     )
     assert difference(four, one) <= BOUND
@@ -94,3 +103,15 @@ def test_a_joined_mlp_keeps_gate_beside_up(tmp_path):
     )
     assert two.expert_mesh is not None
     assert difference(call(two, tokens(9)), call(one, tokens(9))) <= BOUND
+
+
+def test_groups_of_heads_of_compressed_attention(tmp_path):
+    """DeepSeek-V4: each of four devices has two heads, whose results one matrix joins."""
+    folder, positions = dequantized("deepseek_v4-modelopt-w4a16", tmp_path), np.arange(9)[None]
+    one, four = (
+        load_model(folder, dtype=jnp.float32, mesh=mesh).layers[0].attention
+        for mesh in (None, make_mesh((1, 4)))
+    )
+    assert four.expert_mesh is not None
+    given = tokens(9)[None], positions.astype(np.int32), None
+    assert difference(call(four, *given)[0], call(one, *given)[0]) <= BOUND
