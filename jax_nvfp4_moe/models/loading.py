@@ -16,6 +16,7 @@ from flax import nnx
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
 from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.held_counts import refuse_layers
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.reading import Reader
@@ -326,6 +327,9 @@ def plan_model(
       CheckpointError: lists everything that is missing, misshapen or unexpected. Nothing is read.
     """
     row, config = _read_config(checkpoint)
+    few = refuse_layers(checkpoint.tensors, config.num_layers)
+    if few is not None:
+        raise CheckpointError([few], str(checkpoint.folder))
     plan = _plan(checkpoint, row, lambda make: row.build_model(config, make), "", settings, options)
     warn_of_other_frequencies(checkpoint, config)
     return plan

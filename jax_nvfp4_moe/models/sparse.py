@@ -177,7 +177,13 @@ def read_sparse_step(fields: Fields) -> frozenset[int]:
 
 def read_leading_dense(fields: Fields, default: int) -> frozenset[int]:
     """Return the indices of the first ``first_k_dense_replace`` layers, which have no experts."""
-    return frozenset(range(fields.count("first_k_dense_replace", default)))
+    return read_first_layers(fields, "first_k_dense_replace", default)
+
+
+def read_first_layers(fields: Fields, name: str, default: int) -> frozenset[int]:
+    """Return the indices of the first layers, as many as the field `name` says."""
+    layers = fields.size("num_hidden_layers")
+    return frozenset(range(min(fields.count(name, default), layers)))
 
 
 def read_dense_layers(fields: Fields, config: Mapping[str, Any], default: int) -> frozenset[int]:
