@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.gated_mlp import GatedMLP, build_gated_mlp
@@ -218,7 +219,8 @@ def read_layer_types(
     sound = isinstance(types, list) and len(types) == layers and all(t in allowed for t in types)
     fields.require(
         sound,
-        f"{name}: expected a list of {layers} values from {', '.join(allowed)}; got {types!r}",
+        f"{name}: expected a list of {layers} values from {', '.join(allowed)}; "
+        f"got {quoted(types)}",
     )
     return tuple(types) if sound else None
 
