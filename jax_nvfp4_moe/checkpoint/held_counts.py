@@ -19,7 +19,10 @@ def refuse_layers(tensors: Tensors, declared: int) -> str | None:
     held = len({found[1] for name in tensors.names() if (found := _LAYER.search(name))})
     if _is_near(declared, held):
         return None
-    return f"{CONFIG}: num_hidden_layers: {declared} layers, but the file holds tensors of {held}"
+    return (
+        f"{CONFIG}: {declared} layers (num_hidden_layers, or a list of their types), but the file "
+        f"holds tensors of {held}"
+    )
 
 
 def refuse_experts(tensors: Tensors, prefix: str, declared: int) -> tuple[str, int] | None:

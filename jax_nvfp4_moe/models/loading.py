@@ -110,6 +110,12 @@ _LOG = logging.getLogger("jax_nvfp4_moe")
 Folder = str | pathlib.Path
 
 
+def list_architectures(config: Mapping[str, Any]) -> list[str]:
+    """Return the names under ``architectures`` of a merged config; see `merge_text_config`."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
 def find_architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture that a parsed ``config.json`` names under ``architectures``.
 
@@ -117,8 +123,8 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
       CheckpointError: none of the names is supported. The message lists the supported names.
     """
     names = config.get("architectures")
-    for name in names if isinstance(names, list) else []:
-        if isinstance(name, str) and name in ARCHITECTURES:
+    for name in list_architectures(config):
+        if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     raise CheckpointError(
         [
