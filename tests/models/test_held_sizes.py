@@ -83,6 +83,12 @@ def test_layers_of_a_folder_that_holds_only_some(tmp_path):
     assert load_moe(folder, 1).experts.params.num_experts == 16
 
 
+def test_experts_that_one_layer_does_not_hold(tmp_path):
+    folder = copy_with_config(QWEN, tmp_path / "m", num_experts=2000)
+    found = problems(folder, lambda folder: load_moe(folder, 1))
+    assert "2000 experts in a layer, but the file holds 16 at 'model.layers.1.mlp.exp" in found[0]
+
+
 def test_heads_of_a_size_that_is_derived():
     config = given_config(QWEN.name) | {"head_dim": None, "hidden_size": 2**20}
     config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
