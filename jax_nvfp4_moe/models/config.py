@@ -249,6 +249,11 @@ class Fields:
         return fallback
 
 
+def is_index(text: str) -> bool:
+    """Return whether `text` is the index of a layer. Python refuses to read 5000 digits."""
+    return text.isdecimal() and len(text) < 10
+
+
 def is_finite(value: float) -> bool:
     """Return whether a number is finite as a float. An integer of JSON may be too large for one."""
     try:

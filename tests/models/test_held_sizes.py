@@ -2,7 +2,9 @@
 
 import re
 
+import numpy as np
 import pytest
+from checkpoint_edits import edited
 from given import CHECKPOINTS, MODELS, copy_with_config
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
@@ -96,18 +98,59 @@ def test_heads_of_a_size_that_is_derived():
         sizes(config)
 
 
-@pytest.mark.parametrize(
-    ("folder", "changes", "message"),
-    [
-        ("deepseek_v4", {"layer_types": None, "compress_ratios": [[1]]}, "compress_ratios: exp"),
-        ("gpt_oss", {"rotary_dim": [1]}, "rotary_dim: .* changes what a model computes"),
-        ("gpt_oss", {"scoring_func": {}}, "scoring_func: .* changes what a model computes"),
-    ],
-)
-def test_values_without_a_hash(folder, changes, message, tmp_path):
-    source = CHECKPOINTS / f"{folder}-modelopt-w4a16"
-    (problem,) = problems(copy_with_config(source, tmp_path / "m", **changes), inspect)
-    assert re.search(message, problem)
+ODD = [  # each of them was a traceback, or brought control characters into the message
+    ("deepseek_v4", {"layer_types": None, "compress_ratios": [[1]]}, "compress_ratios: expected"),
+    ("gpt_oss", {"rotary_dim": [1]}, "rotary_dim: .* changes what a model computes"),
+    ("gpt_oss", {"scoring_func": {}}, "scoring_func: .* changes what a model computes"),
+    ("granitemoehybrid", {"layer_types": 1}, "layer_types: expected 2 of"),
+    ("granitemoehybrid", {"layer_types": True}, "layer_types: expected 2 of"),
+    ("step3p7", {"mlp_layer_types": None, "moe_layers_enum": "1" * 5000}, "moe_layers_enum: exp"),
+    ("step3p7", {"per_layer_config": {"1" * 5000: {}}}, "per_layer_config: expected layers"),
+    ("gemma4", {"per_layer_config": {"1" * 5000: {}}}, "per_layer_config: expected layers"),
+    (
+        "gemma4",
+        {"per_layer_config": {str(layer): {} for layer in range(2000)}},
+        "per_layer_config: expected layers",
+    ),
+    (
+        "hunyuan_v1_moe",
+        {"moe_intermediate_size": 5, "intermediate_size": "\x1b[2J"},
+        r"expected intermediate_size '.x1b.2J', got 5",
+    ),
+    ("minimax_m2", {"attn_type_list": [10**4000]}, "attn_type_list: .*, got 1000"),
+    (
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"full_attn_layers": "x"}},
+        "full_attn_layers: expected a list of integers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), ODD)
+def test_an_odd_value_is_one_sentence(name, changes, message, tmp_path):
+    source = CHECKPOINTS / f"{name}-modelopt-w4a16"
+    found = problems(copy_with_config(source, tmp_path / "m", **changes), inspect)
+    assert re.search(message, found[0])
+    assert len(found[0]) < 700
+    assert found[0].isprintable()
+
+
+@pytest.mark.parametrize("share", [1e308, -1e308, "\x1b[2J", 0.0])
+def test_an_odd_share_of_mistral_4(share):
+    config = given_config("mistral4-modelopt-w4a16")
+    rope = {**config["rope_parameters"], "partial_rotary_factor": share}
+    with pytest.raises(CheckpointError, match="partial_rotary_factor: expected") as caught:
+        sizes({**config, "rope_parameters": rope})
+    assert str(caught.value).isprintable()
+
+
+def test_a_layer_of_5000_digits(tmp_path):
+    def add(tensors):
+        tensors[f"model.layers.{'1' * 5000}.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
+        tensors[f"model.layers.{'2' * 5000}.self_attn.k_scale"] = np.zeros((), np.float32)
+
+    found = problems(edited(tmp_path, QWEN.name, add), inspect)
+    assert any("is not part of the model" in problem for problem in found)
 
 
 def test_architectures_of_the_text_model_alone(tmp_path):
