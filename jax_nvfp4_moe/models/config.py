@@ -107,7 +107,7 @@ _MOST_LAYERS = 1000
 _MOST_CHANNELS = 2**14  # of one head
 MOST: Mapping[str, int] = {
     "num_hidden_layers": _MOST_LAYERS,
-    "hc_sinkhorn_iters": 1000,  # each of which becomes a part of the program
+    "hc_sinkhorn_iters": 1000,  # each of which runs for every token of a layer
     **dict.fromkeys(
         ("head_dim", "global_head_dim", "attention_head_dim", "qk_rope_head_dim"), _MOST_CHANNELS
     ),

@@ -1,6 +1,6 @@
 """Run a sample of the hostile cases: no traceback, no hang, no memory.
 
-``config_sweep.py`` and ``folder_mutations.py`` run all cases, which takes an hour on 32 cores.
+``config_sweep.py`` and ``folder_mutations.py`` run all cases, which takes long: hours of one core.
 """
 
 import pathlib
