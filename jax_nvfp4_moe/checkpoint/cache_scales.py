@@ -165,7 +165,7 @@ class CacheScalePlanner:
         """Yield the scales in the layers of the language model that were not asked for."""
         for scope in scopes:
             for name in self._planner.tensors.under(f"{scope}." if scope else "model.layers."):
-                layer = re.match(r"model\.layers\.(\d+)\.", name)
+                layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
                 if name in self._planner.taken or layer is None:
                     continue
                 part = find_part(name)

@@ -54,5 +54,7 @@ def quoted(value: object) -> str:
 
     Escapes keep control characters of an untrusted file out of the user's terminal.
     """
+    if isinstance(value, (str, list)):
+        value = value[:_LONGEST]  # a file may hold millions of characters or of elements
     text = ascii(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]}...{text[-1]}"

@@ -33,6 +33,7 @@ from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
 from jax_nvfp4_moe.checkpoint.folder import read_num_layers
 from jax_nvfp4_moe.checkpoint.formats import Decision
 from jax_nvfp4_moe.checkpoint.fp8_block_weights import find_block_scheme, plan_block_linear
+from jax_nvfp4_moe.checkpoint.held_counts import refuse_experts
 from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
@@ -300,6 +301,10 @@ class WeightTable:
         sizes = ExpertSizes(
             num_experts, hidden, intermediate, gated, bias, interleaved, inputs_first
         )
+        few = refuse_experts(self._planner.tensors, prefix, num_experts)
+        if few is not None:
+            self._planner.problems.append(few[0])
+            sizes = dataclasses.replace(sizes, num_experts=few[1])  # to find further problems
         self.requests.experts[prefix] = sizes
         settle_experts(self._planner, prefix, sizes)
         before = len(self._planner.problems)

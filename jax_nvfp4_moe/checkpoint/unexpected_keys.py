@@ -13,7 +13,7 @@ from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.key_mapping import CANONICAL, KeyMapping
 from jax_nvfp4_moe.checkpoint.plan import Planner
 
-_LAYER = re.compile(re.escape(CANONICAL) + r"layers\.(\d+)\.")
+_LAYER = re.compile(re.escape(CANONICAL) + r"layers\.(\d{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head."
 # Names in a config for the number of layers that predict further tokens. They follow the others.
 _DRAFTING = (

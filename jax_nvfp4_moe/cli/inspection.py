@@ -12,9 +12,10 @@ import jax
 from flax import nnx
 
 from jax_nvfp4_moe.backends import BACKENDS
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.cli.output import table
-from jax_nvfp4_moe.models.loading import LoadPlan, abstract_model
+from jax_nvfp4_moe.models.loading import LoadPlan, abstract_model, list_architectures
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.experts import RoutedExperts
 from jax_nvfp4_moe.nn.explanation import explain
@@ -110,7 +111,7 @@ def bytes_report(path: str | pathlib.Path, plan: LoadPlan) -> dict[str, Any]:
         names = checkpoint.tensors.names()
         return {
             "path": str(path),
-            "architectures": list(checkpoint.config["architectures"]),
+            "architectures": list_architectures(merge_text_config(checkpoint.config)),
             "tensors": len(names),
             "file_bytes": sum(checkpoint.tensors.info(name).nbytes for name in names),
             "loaded_bytes": sum(one.nbytes for one in found),
@@ -124,7 +125,7 @@ def _header(path) -> Iterator[str]:
         names = checkpoint.tensors.names()
         size = sum(checkpoint.tensors.info(name).nbytes for name in names)
         yield f"{path}"
-        yield f"architecture  {', '.join(checkpoint.config['architectures'])}"
+        yield f"architecture  {', '.join(list_architectures(merge_text_config(checkpoint.config)))}"
         yield f"tensors       {len(names)}, {mebibytes(size)}"
         said = [f"{rules.summary} ({rules.source})" for rules in checkpoint.quant.rules]
         yield f"quantization  {'; '.join(said) or 'none'}"

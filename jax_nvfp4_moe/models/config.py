@@ -99,6 +99,24 @@ BOUNDS: Mapping[str, Bounds] = {
     ),
 }
 
+# The largest values of sizes and counts, far above those of any model. Reading makes a list of all
+# layers, and an array as long as a head. A size that the file does not hold has to stay cheap until
+# the headers tell that it is wrong.
+_MOST = 2**20
+_MOST_LAYERS = 1000
+_MOST_CHANNELS = 2**14  # of one head
+MOST: Mapping[str, int] = {
+    "num_hidden_layers": _MOST_LAYERS,
+    "hc_sinkhorn_iters": 1000,  # each of which runs for every token of a layer
+    **dict.fromkeys(
+        ("head_dim", "global_head_dim", "attention_head_dim", "qk_rope_head_dim"), _MOST_CHANNELS
+    ),
+    **dict.fromkeys(  # lengths, for which reading makes nothing
+        ("max_position_embeddings", _ORIGINAL, "sliding_window", "attention_chunk_size"),
+        _MOST_POSITIONS - 1,
+    ),
+}
+
 
 class Fields:
     """Checked look-ups in a parsed ``config.json``.
@@ -115,12 +133,17 @@ class Fields:
         self.problems: list[str] = []
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Return the positive integer under the first of `names` that is present."""
+        """Return the positive integer under the first of `names` that is present.
+
+        It must not exceed `MOST`.
+        """
         try:
-            return read_size(self._config, *names, default=default)
+            value = read_size(self._config, *names, default=default)
         except CheckpointError as error:
             self.problems += error.problems
             return BLOCK
+        name = next((one for one in names if self.present(one)), names[0])
+        return value if self._within(name, value) else BLOCK
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return the finite number `name`, which must be within its `BOUNDS` if it has any."""
@@ -158,11 +181,11 @@ class Fields:
         return tuple(default)
 
     def count(self, name: str, default: int = 0) -> int:
-        """Return the integer `name`, which must not be negative."""
+        """Return the integer `name`, which must not be negative nor exceed `MOST`."""
         value = self._config.get(name)
         value = default if value is None else value
         if type(value) is int and value >= 0:
-            return value
+            return value if self._within(name, value) else default
         self.problems.append(
             f"{CONFIG}: {name}: expected an integer of 0 or more, got {quoted(value)}"
         )
@@ -206,6 +229,14 @@ class Fields:
         if self.problems:
             raise CheckpointError(list(dict.fromkeys(self.problems)))
 
+    def _within(self, name, value) -> bool:
+        """Return whether a size is at most `MOST`, and add a problem if it is not."""
+        most = MOST.get(name, _MOST)
+        self.require(
+            value <= most, f"{name}: expected an integer up to {most}, got {quoted(value)}"
+        )
+        return value <= most
+
     def _typed(self, name, default, kind, fallback):
         """Return the value of `name` if it is a finite number or a boolean, as `kind` says."""
         value = self._config.get(name)
@@ -216,6 +247,11 @@ class Fields:
         found = "nothing" if value is None else quoted(value)
         self.problems.append(f"{CONFIG}: {name}: expected {_KINDS[kind]}, got {found}")
         return fallback
+
+
+def is_index(text: str) -> bool:
+    """Return whether `text` is the index of a layer. Python refuses to read 5000 digits."""
+    return text.isdecimal() and len(text) < 10
 
 
 def is_finite(value: float) -> bool:
@@ -326,9 +362,13 @@ def read_rope(
         0 < share <= 1 and width > 0 and width % 2 == 0,
         f"partial_rotary_factor: expected an even number of channels to rotate, got {share}",
     )
+    rope.require(
+        head <= _MOST_CHANNELS,
+        f"head_dim: expected at most {_MOST_CHANNELS} channels of a head, got {head}",
+    )
     fields.problems += rope.problems
     if rope.problems:
-        return Rope((1.0,) * (width // 2))
+        return Rope((1.0,) * (min(width, _MOST_CHANNELS) // 2))
     whole = head if kind == "proportional" else width
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(whole)
     frequencies = np.float32(1) / np.float32(theta) ** exponents

@@ -335,12 +335,12 @@ def _has_no_effect(config, value, sizes) -> bool:
 
 def _is_the_score(config, value, sizes) -> bool:
     del config
-    return value in {router.score for router in _parts(sizes, Router)}
+    return value in [router.score for router in _parts(sizes, Router)]
 
 
 def _is_rotated(config, value, sizes) -> bool:
     del config
-    return value in {2 * len(rope.frequencies) for rope in _parts(sizes, Rope)}
+    return value in [2 * len(rope.frequencies) for rope in _parts(sizes, Rope)]
 
 
 def _is_interleaved(config, value, sizes) -> bool:

@@ -206,7 +206,7 @@ def _read_types(fields, config) -> tuple[str, ...]:
     default = [_SPARSE if n > 2 and n % 2 else _HEAVY for n in range(layers)]
     ratios = config.get("compress_ratios")
     if ratios is not None and config.get("layer_types") is None:
-        known = isinstance(ratios, list) and all(ratio in _TYPES for ratio in ratios)
+        known = isinstance(ratios, list) and all(ratio in tuple(_TYPES) for ratio in ratios)
         fields.require(
             known and len(ratios) >= layers,
             f"compress_ratios: expected a list of {layers} values from "

@@ -115,7 +115,7 @@ def read_hybrid_config(config: Mapping[str, Any]) -> GraniteConfig:
         known and len(types) == layers,
         f"layer_types: expected {layers} of {', '.join(_RECURRENT)}; got {quoted(types)}",
     )
-    recurrent = frozenset(n for n, kind in enumerate(types) if known and _RECURRENT[kind])
+    recurrent = frozenset(n for n, kind in enumerate(types if known else ()) if _RECURRENT[kind])
     shared = fields.count("shared_intermediate_size", 1024)
     mamba = _read_mamba(fields, config)
     rotates = fields.only("position_embedding_type", (None, "nope", "rope"), None) == "rope"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.config import MOST, Fields, is_index, read_rope
 from jax_nvfp4_moe.nn.grouped_query import GQAConfig
 
 
@@ -74,15 +74,17 @@ def read_layer_fields(
     listed = config.get("per_layer_config")
     if listed is None:
         return None
-    sound = isinstance(listed, dict) and all(index.isdecimal() for index in listed)
-    layers = {int(index): own for index, own in listed.items()} if sound else {}
-    own = layers.get(layer, {})
-    sound = sound and isinstance(own, dict) and set(own) <= set(allowed)
-    fields.require(
-        sound,
-        f"per_layer_config: expected layers with {' and '.join(allowed)}, got {quoted(listed)}",
-    )
-    return own if sound else {}
+    known = isinstance(listed, dict) and len(listed) <= MOST["num_hidden_layers"]
+    if known and all(map(is_index, listed)):
+        own = next((own for index, own in listed.items() if int(index) == layer), {})
+        if isinstance(own, dict) and set(own) <= set(allowed):
+            return own
+    if not fields.problems:  # each layer would repeat it
+        fields.require(
+            False,
+            f"per_layer_config: expected layers with {' and '.join(allowed)}, got {quoted(listed)}",
+        )
+    return {}
 
 
 def read_window(fields: Fields) -> int | None:

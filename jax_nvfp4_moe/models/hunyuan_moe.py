@@ -75,7 +75,7 @@ def _without_lists(config):
     if width not in (None, plain.get("intermediate_size")):
         problems.append(
             "config.json: moe_intermediate_size: expected intermediate_size "
-            f"{plain.get('intermediate_size')}, got {quoted(width)}"
+            f"{quoted(plain.get('intermediate_size'))}, got {quoted(width)}"
         )
     return plain, problems
 

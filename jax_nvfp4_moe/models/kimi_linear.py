@@ -74,7 +74,9 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     layers = fields.size("num_hidden_layers")
     default = [_FULL if n and n % 4 == 0 else _LINEAR for n in range(layers)]
     if isinstance(given, dict) and "full_attn_layers" in given:
-        full = Fields(given).indices("full_attn_layers")  # the first layer is 1
+        listed = Fields(given)
+        full = frozenset(listed.indices("full_attn_layers"))  # the first layer is 1
+        fields.problems += listed.problems
         default = [_FULL if n + 1 in full else _LINEAR for n in range(layers)]
     mixers = Mixers(
         _read_latent(fields, None),

@@ -13,7 +13,13 @@ from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
-from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse, read_top_k
+from jax_nvfp4_moe.models.sparse import (
+    SparseConfig,
+    build_block,
+    read_first_layers,
+    read_sparse,
+    read_top_k,
+)
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.grouped_query import GQAConfig, build_attention
 from jax_nvfp4_moe.nn.keys import below
@@ -66,7 +72,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
         eps=_EPS,
         experts=_EXPERTS,
         intermediate="moe_intermediate_size",
-        dense_layers=frozenset(range(fields.count("num_dense_layers", 2))),
+        dense_layers=read_first_layers(fields, "num_dense_layers", 2),
         tied=tied,
     )
 

@@ -16,6 +16,7 @@ from flax import nnx
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
 from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.held_counts import refuse_layers
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.reading import Reader
@@ -110,6 +111,12 @@ _LOG = logging.getLogger("jax_nvfp4_moe")
 Folder = str | pathlib.Path
 
 
+def list_architectures(config: Mapping[str, Any]) -> list[str]:
+    """Return the names under ``architectures`` of a merged config; see `merge_text_config`."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
 def find_architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture that a parsed ``config.json`` names under ``architectures``.
 
@@ -117,8 +124,8 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
       CheckpointError: none of the names is supported. The message lists the supported names.
     """
     names = config.get("architectures")
-    for name in names if isinstance(names, list) else []:
-        if isinstance(name, str) and name in ARCHITECTURES:
+    for name in list_architectures(config):
+        if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     raise CheckpointError(
         [
@@ -329,6 +336,9 @@ def plan_model(
       CheckpointError: lists everything that is missing, misshapen or unexpected. Nothing is read.
     """
     row, config = _read_config(checkpoint)
+    few = refuse_layers(checkpoint.tensors, config.num_layers)
+    if few is not None:
+        raise CheckpointError([few], str(checkpoint.folder))
     plan = _plan(checkpoint, row, lambda make: row.build_model(config, make), "", settings, options)
     warn_of_other_frequencies(checkpoint, config)
     return plan

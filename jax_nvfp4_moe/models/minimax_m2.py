@@ -9,6 +9,7 @@ Source: `modeling_minimax_m2` of transformers, and the ``config.json`` of the pu
 from collections.abc import Mapping
 from typing import Any
 
+from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
@@ -43,7 +44,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     for name, value in _ONLY.items():
         fields.only(name, (value,), value)
     kind = next((kind for kind in fields.indices("attn_type_list") if kind != 1), 1)
-    fields.require(kind == 1, f"attn_type_list: expected 1 for every layer, got {kind}")
+    fields.require(kind == 1, f"attn_type_list: expected 1 for every layer, got {quoted(kind)}")
     attention = read_grouped_query(
         fields,
         config,

@@ -9,8 +9,9 @@ Source: `modeling_mistral4` of transformers.
 from collections.abc import Mapping
 from typing import Any
 
+from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models import deepseek_v3
-from jax_nvfp4_moe.models.config import Fields, find_rope_fields, is_finite, read_rope
+from jax_nvfp4_moe.models.config import Fields, find_rope_fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
@@ -75,9 +76,9 @@ def _read_attention(fields, config) -> MLAConfig:
         positions,
     )
     fields.relate(
-        isinstance(share, float) and is_finite(share) and int((plain + width) * share) == width,
+        isinstance(share, float) and 0 < share <= 1 and int((plain + width) * share) == width,
         f"partial_rotary_factor: expected {width / (plain + width)}, the share of "
-        f"qk_rope_head_dim {width} in a head of {plain + width} channels; got {share}",
+        f"qk_rope_head_dim {width} in a head of {plain + width} channels; got {quoted(share)}",
     )
     return MLAConfig(
         hidden=fields.size("hidden_size"),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields, is_finite
+from jax_nvfp4_moe.models.config import MOST, Fields, is_finite
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
 from jax_nvfp4_moe.models.sparse import read_grouped_router
@@ -146,6 +146,11 @@ def _read_pattern(fields, config) -> str:
     """Return the kinds of all layers, from a list of names or, in older files, from a string."""
     names = config.get("layers_block_type") or config.get("layer_types")
     pattern = config.get("hybrid_override_pattern")
+    listed, most = pattern if names is None else names, MOST["num_hidden_layers"]
+    fields.require(
+        not isinstance(listed, (str, list)) or len(listed) <= most,
+        f"hybrid_override_pattern or layers_block_type: expected at most {most} layers",
+    )
     if names is not None:
         known = isinstance(names, list) and all(
             isinstance(name, str) and name in _KINDS for name in names

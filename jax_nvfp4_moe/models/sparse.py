@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.gated_mlp import GatedMLP, build_gated_mlp
@@ -177,7 +178,13 @@ def read_sparse_step(fields: Fields) -> frozenset[int]:
 
 def read_leading_dense(fields: Fields, default: int) -> frozenset[int]:
     """Return the indices of the first ``first_k_dense_replace`` layers, which have no experts."""
-    return frozenset(range(fields.count("first_k_dense_replace", default)))
+    return read_first_layers(fields, "first_k_dense_replace", default)
+
+
+def read_first_layers(fields: Fields, name: str, default: int) -> frozenset[int]:
+    """Return the indices of the first layers, as many as the field `name` says."""
+    layers = fields.size("num_hidden_layers")
+    return frozenset(range(min(fields.count(name, default), layers)))
 
 
 def read_dense_layers(fields: Fields, config: Mapping[str, Any], default: int) -> frozenset[int]:
@@ -212,7 +219,8 @@ def read_layer_types(
     sound = isinstance(types, list) and len(types) == layers and all(t in allowed for t in types)
     fields.require(
         sound,
-        f"{name}: expected a list of {layers} values from {', '.join(allowed)}; got {types!r}",
+        f"{name}: expected a list of {layers} values from {', '.join(allowed)}; "
+        f"got {quoted(types)}",
     )
     return tuple(types) if sound else None
 

@@ -16,7 +16,7 @@ from typing import Any
 from jax import lax
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields, is_finite
+from jax_nvfp4_moe.models.config import Fields, is_finite, is_index
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
 from jax_nvfp4_moe.models.grouped_query_config import (
     read_grouped_query,
@@ -143,7 +143,7 @@ def _read_dense_layers(fields, config, count):
     if given is None:
         return frozenset(range(min(_DENSE, count)))
     listed = given.split(",") if isinstance(given, str) else given
-    sound = isinstance(listed, list) and all(str(layer).strip().isdecimal() for layer in listed)
+    sound = isinstance(listed, list) and all(is_index(str(layer).strip()) for layer in listed)
     fields.require(
         sound, f"moe_layers_enum: expected indices with commas between them, got {quoted(given)}"
     )

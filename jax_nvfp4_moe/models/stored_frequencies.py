@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,8 +48,8 @@ def warn_of_other_frequencies(checkpoint: Checkpoint, config: Any) -> None:
 def _is_one_of(tensors, name, computed) -> bool:
     """Return whether the tensor `name` holds the frequencies of one of the model's embeddings."""
     info = tensors.info(name)
-    if info.dtype not in FLOATS:
-        return False
+    if info.dtype not in FLOATS or math.prod(info.shape) not in set(map(len, computed)):
+        return False  # without reading, because the tensor may have any size
     stored = tensors.read(name).astype(np.float64).reshape(-1)
     near = _TOLERANCE[info.dtype]
     return any(

@@ -64,14 +64,152 @@ VALUES: dict[str, Any] = {
 # Values of fields that a configuration does not have. Most of them are fields of other families.
 OF_ABSENT = ("true", "text", "empty list", "list of null", "object", "0", "-1", "1e308", "2e9",
              "1e6", "10**400", "list of huge")  # fmt: skip
-# Architectures that no folder has -> a folder of the family, and whether it is in `text_config`.
-OTHERS = {
-    "Mistral3ForConditionalGeneration": ("mistral4-modelopt-w4a16", True),
-    "KimiK25ForConditionalGeneration": ("kimi_k2-modelopt-w4a16", True),
-    "NemotronH_Nano_Omni_Reasoning_V3": ("nemotron_h-modelopt-w4a16", True),
-    "MiniMaxM3SparseForConditionalGeneration": ("minimax_m3-modelopt-w4a16", True),
-    "Gemma4ForCausalLM": ("gemma4-modelopt-w4a16", False),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe-modelopt-w4a16", False),
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "truncate": True,
+    "attention_factor": 1.25,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# Configurations that no folder has: a name -> the folder, fields to remove, and fields to set. They
+# have other forms of the same fields, as published files do, or names of architectures.
+OTHERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "qwen3, yarn": ("qwen3moe-modelopt-w4a16", ("rope_theta",), {"rope_parameters": _YARN}),
+    "qwen3, linear": (
+        "qwen3moe-modelopt-w4a16",
+        ("rope_parameters",),
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "llama4, llama3": ("llama4_text-modelopt-w4a16", (), {"rope_parameters": _LLAMA3}),
+    "hunyuan, dynamic": (
+        "hunyuan_v1_moe-modelopt-w4a16",
+        ("rope_parameters",),
+        {
+            "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+            "moe_topk": [2, 2],
+            "moe_intermediate_size": [48, 48],
+        },
+    ),
+    "kimi_linear, published": (
+        "kimi_linear-modelopt-w4a16",
+        ("layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
+        {
+            "linear_attn_config": {
+                "full_attn_layers": [2],
+                "kda_layers": [1],
+                "head_dim": 16,
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            }
+        },
+    ),
+    "minimax_m3, published": (
+        "minimax_m3-modelopt-w4a16",
+        (
+            "layer_types",
+            "mlp_layer_types",
+            "index_n_heads",
+            "index_head_dim",
+            "index_block_size",
+            "index_topk_blocks",
+            "index_local_blocks",
+        ),
+        {
+            "sparse_attention_config": {
+                "sparse_num_index_heads": 2,
+                "sparse_index_dim": 32,
+                "sparse_block_size": 3,
+                "sparse_topk_blocks": 3,
+                "sparse_local_block": 1,
+                "sparse_attention_freq": [0, 1],
+            },
+            "moe_layer_freq": [0, 1],
+            "hidden_act": "swigluoai",
+        },
+    ),
+    "deepseek_v4, published": (
+        "deepseek_v4-modelopt-w4a16",
+        (
+            "layer_types",
+            "compress_rates",
+            "mlp_layer_types",
+            "partial_rotary_factor",
+            "rope_parameters",
+        ),
+        {
+            "compress_ratios": [0, 4, 128, 0],
+            "compress_rate_csa": 2,
+            "compress_rate_hca": 5,
+            "num_hash_layers": 1,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
+        },
+    ),
+    "gemma4, published": (
+        "gemma4-modelopt-w4a16",
+        ("per_layer_config",),
+        {"global_head_dim": 32, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0},
+    ),
+    "step3p7, published": (
+        "step3p7-modelopt-w4a16",
+        (
+            "n_routed_experts",
+            "num_experts_per_tok",
+            "num_key_value_heads",
+            "mlp_layer_types",
+            "per_layer_config",
+            "num_sliding_attention_heads",
+            "rope_parameters",
+        ),
+        {
+            "moe_num_experts": 8,
+            "moe_top_k": 2,
+            "num_attention_groups": 2,
+            "num_nextn_predict_layers": 1,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "moe_layers_enum": "1,2",
+            "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
+            "rope_theta": [5000.0, 10000.0] * 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "partial_rotary_factors": [0.5, 1.0] * 2,
+            "swiglu_limits": [0.0, None, 0.5, 0.0],
+            "swiglu_limits_shared": [0.3, 0.0, 0.7, 0.0],
+        },
+    ),
+    "glm_moe_dsa, pattern": (
+        "glm_moe_dsa-modelopt-w4a16",
+        ("indexer_types",),
+        {"index_topk_pattern": "FFS", "index_topk_freq": 2, "index_skip_topk_offset": 2},
+    ),
+    **{
+        f"architecture {name}": (folder, (), {"architectures": [name]})
+        for name, folder in {
+            "Mistral3ForConditionalGeneration": "mistral4-modelopt-w4a16",
+            "KimiK25ForConditionalGeneration": "kimi_k2-modelopt-w4a16",
+            "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h-modelopt-w4a16",
+            "MiniMaxM3SparseForConditionalGeneration": "minimax_m3-modelopt-w4a16",
+            "Gemma4ForCausalLM": "gemma4-modelopt-w4a16",
+            "Qwen3_5MoeForCausalLM": "qwen3_5_moe-modelopt-w4a16",
+        }.items()
+    },
 }
 
 
@@ -83,7 +221,7 @@ def _is_number(value) -> bool:
 def bases() -> dict[str, pathlib.Path]:
     """Return the name of each configuration -> its folder."""
     folders = {path.parent.name: path.parent for path in sorted(CHECKPOINTS.glob("*/config.json"))}
-    others = {name: CHECKPOINTS / folder for name, (folder, _) in OTHERS.items()}
+    others = {name: CHECKPOINTS / folder for name, (folder, _, _) in OTHERS.items()}
     return {EXAMPLE.name: EXAMPLE, **folders, **others}
 
 
@@ -93,9 +231,13 @@ def config_of(base: str) -> dict[str, Any]:
     config = json.loads((bases()[base] / "config.json").read_text(encoding="utf-8"))
     if base not in OTHERS:
         return config
-    flat = {**config, **config.pop("text_config", {}), "architectures": [base]}
-    outer = {name: flat[name] for name in ("architectures", "quantization_config") if name in flat}
-    return {**outer, "text_config": flat} if OTHERS[base][1] else flat
+    _, removed, added = OTHERS[base]
+    inner = config.pop("text_config", {})
+    text = {name: value for name, value in (config | inner).items() if name not in removed} | added
+    if "ConditionalGeneration" not in text["architectures"][0]:
+        return text
+    outer = {name: text[name] for name in ("architectures", "quantization_config") if name in text}
+    return {**outer, "text_config": text}
 
 
 def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -246,8 +246,9 @@ def _swap(rng: Rng, path: Folder) -> None:
 
 def _rename(rng: Rng, path: Folder) -> None:
     made = path.with_name(rng.choice((*FILES, "x\n\x1b[2J.json", "x" * 200)))
-    remove(made)
-    path.rename(made)
+    if made != path:
+        remove(made)
+        path.rename(made)
 
 
 ANY = (_flip, _flip, _truncate, _append, _insert, _insert, _encode, _content, _content, _delete,

@@ -39,7 +39,7 @@ sys.path.append(str(TESTS / "support"))
 
 SECONDS = 2.0  # of one command
 MEGABYTES = 1024  # that one command may add to its process
-_HANGS = 10  # seconds of a command until Python code is interrupted
+_HANGS = 10  # seconds of the processor until the Python code of a command is interrupted
 _LOST = 60  # seconds of a case until its worker is killed
 _ADDRESSES = 8 << 30  # bytes of addresses that a worker may add, so that the machine stays alive
 _CASES = 1500  # of one worker: JAX keeps what it has traced
@@ -275,7 +275,7 @@ def serve(open_case, cases: Sequence[str] | None) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     faulthandler.enable()
     logging.getLogger().addHandler(logging.NullHandler())  # logs are no result
-    signal.signal(signal.SIGALRM, _interrupt)
+    signal.signal(signal.SIGPROF, _interrupt)
     warm_up()
     _limit_addresses()
     for line in cases or sys.stdin:
@@ -328,7 +328,7 @@ def measure(action: Callable[[], object], shows: bool) -> tuple[str, str, float,
     before, wall, busy = _reset_peak(), time.monotonic(), time.process_time()
     verdict, why = "right", ""
     out, err = io.StringIO(), io.StringIO()
-    signal.setitimer(signal.ITIMER_REAL, _HANGS)
+    signal.setitimer(signal.ITIMER_PROF, _HANGS)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             action()
@@ -342,7 +342,7 @@ def measure(action: Callable[[], object], shows: bool) -> tuple[str, str, float,
         if shows:
             traceback.print_exception(error)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     seconds = min(time.monotonic() - wall, time.process_time() - busy)
     raw = [c for c in out.getvalue() + err.getvalue() if not c.isprintable() and c != "\n"]
     if raw and verdict != "fault":
