@@ -17,7 +17,6 @@ from jax_nvfp4_moe.checkpoint.folder import (
     CONFIG,
     exists,
     find_folder,
-    locate,
     merge_text_config,
     read_json,
 )
@@ -36,6 +35,7 @@ from jax_nvfp4_moe.inference.special_tokens import (
     text_of,
 )
 from jax_nvfp4_moe.inference.stop_ids import read_stop_ids
+from jax_nvfp4_moe.inference.text_file import read_text
 from jax_nvfp4_moe.inference.tokenizer_class import (
     REBUILT,
     TOKENIZER,
@@ -43,6 +43,7 @@ from jax_nvfp4_moe.inference.tokenizer_class import (
     choose_class,
     rebuild,
 )
+from jax_nvfp4_moe.inference.tokenizer_faults import blaming_tokenizer, check_prefix, one_line
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -88,12 +89,26 @@ class Tokenizer:
 
         Returns:
           int32 ``[n]``.
+
+        Raises:
+          CheckpointError: the tokenizer fails.
+          ValueError: the text has a half of a surrogate pair, which UTF-8 cannot encode.
         """
-        return np.asarray(self.encoder.encode(text, add_special_tokens=special).ids, np.int32)
+        _check_text(text)
+        with blaming_tokenizer("encode a text"):
+            return np.asarray(self.encoder.encode(text, add_special_tokens=special).ids, np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        text = self.encoder.decode([int(i) for i in ids], skip_special_tokens=True)
+        """Return the text of token ids, without special tokens.
+
+        Args:
+          ids: the token ids.
+
+        Raises:
+          CheckpointError: the tokenizer fails.
+        """
+        with blaming_tokenizer("decode tokens"):
+            text = self.encoder.decode([int(i) for i in ids], skip_special_tokens=True)
         for spaced in _CLEANED if self.clean_up else ():
             text = text.replace(spaced, spaced.strip())
         return text
@@ -188,6 +203,17 @@ class Tokenizer:
         return render(source, messages, {**self.special, **variables, **given})
 
 
+def _check_text(text: str) -> None:
+    """Raise `ValueError` if UTF-8 cannot encode a text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text: expected characters that UTF-8 can encode, got {quoted(text[error.start])} at "
+            f"position {error.start}, which is half of a surrogate pair"
+        ) from None
+
+
 def _open_end(text: str) -> str:
     """Return the longest end of a text that may become a part of `_CLEANED`, or an empty text."""
     ends = (spaced[:length] for spaced in _CLEANED for length in range(1, len(spaced)))
@@ -243,11 +269,12 @@ def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
 def _load(folder):
     """Return the tokenizer of an existing folder."""
     config, model = (_read(folder, name) for name in (TOKENIZER_CONFIG, CONFIG))
-    encoder, special = _encoder(folder, config, model)
-    _say_not_implemented(config)
-    _say_outside(encoder, merge_text_config(model).get("vocab_size"))
-    end = special.text("eos_token")
-    end = None if end is None else encoder.token_to_id(end)
+    with blaming_tokenizer("read the tokenizer"):
+        encoder, special = _encoder(folder, config, model)
+        _say_not_implemented(config)
+        _say_outside(encoder, merge_text_config(model).get("vocab_size"))
+        end = special.text("eos_token")
+        end = None if end is None else encoder.token_to_id(end)
     templates = read_templates(folder, config)
     return Tokenizer(
         encoder,
@@ -311,20 +338,18 @@ def _tokenizer_text(folder):
                 "AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
             ]
         )
-    try:
-        return locate(folder, TOKENIZER).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError([f"{TOKENIZER}: it is not text in UTF-8: {error}"]) from None
+    return read_text(folder, TOKENIZER)
 
 
 def _parsed(text):
     """Return the tokenizer that the text of ``tokenizer.json`` holds."""
     import tokenizers  # only callers that work with text pay for this import
 
+    check_prefix(text)
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the binding raises plain `Exception`
-        raise CheckpointError([f"{TOKENIZER}: it cannot be parsed: {error}"]) from None
+        raise CheckpointError([f"{TOKENIZER}: it cannot be parsed: {one_line(error)}"]) from None
 
 
 def _cleans(encoder, config):
