@@ -98,6 +98,7 @@ def _call(arguments: list[str]) -> int:
     command = typer.main.get_command(app)
     try:
         status = command(args=arguments, obj=arguments, standalone_mode=False) or 0
+        sys.stdout.flush()
     except _UsageError as error:
         if message := error.format_message():  # empty if the help was printed instead
             where = error.ctx.command_path if error.ctx else NAME
@@ -105,11 +106,12 @@ def _call(arguments: list[str]) -> int:
         return error.exit_code
     except typer.Abort:
         return 1
-    try:
-        sys.stdout.flush()
-    except OSError:  # Typer's help has no reader
+    except OSError as error:  # nobody can read the help or the version
         drop_output()
-        return 1
+        if isinstance(error, BrokenPipeError):
+            return 1
+        say(f"error: {error}")
+        return 2
     return status
 
 
