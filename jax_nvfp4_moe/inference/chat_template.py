@@ -29,6 +29,7 @@ TEMPLATE = "chat_template.jinja"
 PROCESSORS = ("chat_template.json", "processor_config.json")
 DEFAULT, TOOL_USE = "default", "tool_use"
 _KEY = "chat_template"
+_SOURCE_LENGTH = 100_000  # characters of a template; to compile them takes up to 4 s
 # The names under which a message holds its reasoning. Templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -161,10 +162,10 @@ def _from_files(folder) -> dict[str, str]:
     """Return the templates that are files of their own."""
     found = {}
     if exists(folder, TEMPLATE):
-        found[DEFAULT] = read_text(folder, TEMPLATE)
+        found[DEFAULT] = read_text(folder, TEMPLATE, 4 * _SOURCE_LENGTH)
     if (folder / TEMPLATES).is_dir():
         for path in sorted((folder / TEMPLATES).glob("*.jinja")):
-            found[path.stem] = read_text(folder, f"{TEMPLATES}/{path.name}")
+            found[path.stem] = read_text(folder, f"{TEMPLATES}/{path.name}", 4 * _SOURCE_LENGTH)
     return found
 
 
@@ -192,9 +193,9 @@ def _run(source, messages, variables):
     """Return the text of a template, within the limits of time and length."""
     from jax_nvfp4_moe.inference import template_limits  # imports jinja2, which not all need
 
-    if len(source) > template_limits.SOURCE_LENGTH:
+    if len(source) > _SOURCE_LENGTH:
         raise template_limits.LimitError(
-            f"it has {len(source)} characters, and the limit is {template_limits.SOURCE_LENGTH}"
+            f"it has {len(source)} characters, and the limit is {_SOURCE_LENGTH}"
         )
     template = _compiled(source)
     with template_limits.limited_time():

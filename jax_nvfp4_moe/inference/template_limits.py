@@ -18,7 +18,6 @@ import jinja2.nodes
 import jinja2.sandbox
 import jinja2.visitor
 
-SOURCE_LENGTH = 100_000  # characters of a template; compiling that takes up to 4 s
 TEXT_LENGTH = 10_000_000  # characters of a text that a template makes
 _SECONDS = 2.0  # of this thread's time on a CPU; usual templates take milliseconds
 _BITS = 100_000  # of a whole number

@@ -82,9 +82,10 @@ def test_the_template_sees_variables(tmp_path):
 
 
 def test_values_of_variables_are_json_or_text():
-    given = ["a=false", "b=x = y", "c=", 'd="7"', "e=7", "f=null", "b=last"]
+    deep = "[" * 9999
+    given = ["a=false", "b=x = y", "c=", 'd="7"', "e=7", "f=null", "b=last", f"g={deep}"]
     read = read_variables(given)
-    assert read == {"a": False, "b": "last", "c": "", "d": "7", "e": 7, "f": None}
+    assert read == {"a": False, "b": "last", "c": "", "d": "7", "e": 7, "f": None, "g": deep}
 
 
 @pytest.mark.parametrize(

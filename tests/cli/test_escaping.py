@@ -6,8 +6,9 @@ import logging
 import sys
 import warnings
 
+import letters
 import pytest
-from given import EXAMPLE, copy_with_config
+from given import CHECKPOINTS, EXAMPLE, copy_with_config
 
 from jax_nvfp4_moe.cli import app as cli
 from jax_nvfp4_moe.cli import output
@@ -75,6 +76,29 @@ def test_log_records_warnings_and_tracebacks_are_escaped(monkeypatch, capsys):
     assert f"b {ESCAPED}" in said
     assert "KeyError: 'c " in said
     assert all(line.isprintable() for line in said.replace("\t", " ").splitlines())
+
+
+def test_generated_text_is_raw_in_a_pipe(tmp_path, capsys, monkeypatch):
+    """Each token of this tokenizer is an escape sequence, but those of the prompt."""
+    folder = copy_with_config(CHECKPOINTS / "qwen3moe-modelopt-w4a4", tmp_path / "m")
+    letters.write_tokenizer(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"].items()
+    renamed = {name if i < 26 else f"\x1b[{i}m\r\u202e": i for name, i in vocabulary}
+    content["model"]["vocab"] = renamed
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    shown = []
+    for on_terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda on=on_terminal: on)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["generate", str(folder), "--prompt", "TEXT", "--max-new-tokens", "12"])
+        assert not stopped.value.code
+        shown.append(capsys.readouterr().out)
+    raw, escaped = shown
+    assert "\x1b[" in raw
+    assert "\r\u202e" in raw
+    assert escaped == escape_text(raw)
+    assert escaped.replace("\n", "").isprintable()
 
 
 TEMPLATE = "{{ raise_exception('no " + HOSTILE[:-1] + "') }}"
