@@ -14,6 +14,7 @@ import numpy as np
 import typer
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.cli.devices import list_devices, memory_of
 from jax_nvfp4_moe.cli.options import LARGEST, BackendOption, DtypeOption, SchemeOption, number
 from jax_nvfp4_moe.cli.output import say, show, table, to_json
 from jax_nvfp4_moe.cli.pictures import Cell, Limits, draw_roofline
@@ -25,6 +26,7 @@ from jax_nvfp4_moe.ops.preparation import convert, plan_experts
 from jax_nvfp4_moe.scheme import Scheme
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
+_NVFP4_BYTES = 0.5625  # of a weight, with its share of a block scale
 _HOST_BOUND = 0.9  # above this share, the time is that of the host and not of the device
 # Size of the copy in GiB, and rows of the matrices. Both are larger than the caches, and small
 # enough to run in a short time.
@@ -58,6 +60,7 @@ def bench_command(
     if plot is not None:
         check_plot(plot)  # a wrong file name must not fail only after minutes of work
     sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "top_k": top_k}
+    _check_memory(max(counts), **sizes)
     cells = time_layer(counts, **sizes, scheme=scheme, dtype=dtype, backend=backend)
     for cell in cells:
         if cell.host_share > _HOST_BOUND and jax.default_backend() != "cpu":
@@ -87,6 +90,21 @@ def _positive_numbers(name, text) -> list[int]:
     raise ValueError(
         f"--{name}: expected numbers from 1 to {LARGEST}, separated by commas; got {quoted(text)}"
     )
+
+
+def _check_memory(tokens, experts, hidden, intermediate, top_k):
+    """Raise `ValueError` if the device cannot hold the layer or its tokens.
+
+    XLA may end the process if it has too little memory.
+    """
+    weights = _NVFP4_BYTES * 3 * experts * hidden * intermediate
+    needed = weights + tokens * (2 * hidden + 4 * experts + 8 * top_k)
+    there = memory_of(list_devices()[0])
+    if needed > there:
+        raise ValueError(
+            "--tokens, --experts, --hidden, --intermediate: a layer of these sizes needs more "
+            f"than {needed / 2**30:.3g} GiB, and the device has {there / 2**30:.3g} GiB"
+        )
 
 
 def _rows(cells):

@@ -31,6 +31,8 @@ from jax_nvfp4_moe.parallel import processes as distributed
 from jax_nvfp4_moe.scheme import NoBackendError, Target
 
 LOG = logging.getLogger("jax_nvfp4_moe")
+# XLA's words for a device without memory. On a CPU, an error inside of a program has the second.
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 _PACKAGE = pathlib.Path(__file__).parents[1]
 
 
@@ -104,7 +106,7 @@ def _noting_not_finite() -> Iterator[list[logging.LogRecord]]:
 def _message(error: Exception) -> str | None:
     """Return the message for the user, or None if the error is a fault of the package."""
     if isinstance(error, jax.errors.JaxRuntimeError):
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if any(words in str(error) for words in _OUT_OF_MEMORY):
             return f"out of memory on {Target.current()} while the model ran: {error}"
         return None
     missing = explain_missing(error)

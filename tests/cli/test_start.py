@@ -85,6 +85,35 @@ def test_numbers_out_of_range_name_their_option(run, command, option, values):
         assert option in line, line
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ("--tokens", str(2**31 - 1), "--experts", "4", "--hidden", "64", "--intermediate", "32"),
+        ("--hidden", str(2**31 - 16)),
+        ("--intermediate", str(2**31 - 16), "--experts", "512"),
+    ],
+    ids=lambda sizes: sizes[0],
+)
+def test_a_layer_that_no_memory_holds(run, sizes):
+    """XLA would end the process, or allocate until the system does."""
+    status, out, err = run("bench", *sizes)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"error: --tokens, --experts, .+ needs more than \S+ GiB, and .+\n", err)
+
+
+@pytest.mark.parametrize(
+    "message", ["RESOURCE_EXHAUSTED: x", "INTERNAL: dispatching: Out of memory allocating 9 bytes."]
+)
+def test_memory_that_runs_out_is_the_users_error(run, monkeypatch, message):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr("jax_nvfp4_moe.cli.generate.load_model", fail)
+    status, out, err = run("generate", EXAMPLE)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: out of memory on ")
+
+
 def test_a_mesh_of_any_numbers_is_the_users_error(run):
     for size in ("0", "9" * 9, "9" * 23, "9" * 5000):
         status, _, err = run("generate", EXAMPLE, "--mesh", f"expert={size}")
