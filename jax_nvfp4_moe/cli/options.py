@@ -33,11 +33,10 @@ def number(
       above: None, or a number that the value must be larger than.
       settings: further arguments of `typer.Option`.
     """
-    expected = f"a number from {least} to {most}"
+    largest = f"{most}" if isinstance(most, int) else f"{most:g}"
+    expected = f"a number from {least} to {largest}"
     if above is not None:
-        expected = f"a number above {above} and at most {most:g}"
-    elif most == math.inf:
-        expected = f"a finite number, {least} or more"
+        expected = f"a number above {above} and at most {largest}"
 
     def check(value):
         fits = value is None or (math.isfinite(value) and least <= value <= most)
@@ -87,7 +86,7 @@ TemperatureOption = Annotated[
     number(
         help="Temperature of sampling. 0 always takes the most likely token.",
         least=0,
-        most=math.inf,
+        most=3e38,  # about the largest float32
     ),
 ]
 TopKOption = Annotated[
