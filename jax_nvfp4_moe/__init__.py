@@ -12,6 +12,10 @@ Load a checkpoint and generate, or run one expert layer in your own model::
 
 import importlib.metadata
 
+# First of all, because it says what Ctrl-C does during the imports below.
+from jax_nvfp4_moe import interrupts as interrupts
+
+# isort: split
 from jax_nvfp4_moe import ops, testing
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.inference.evaluation import evaluate

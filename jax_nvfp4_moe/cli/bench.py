@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -12,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from jax_nvfp4_moe.cli.options import BackendOption, DtypeOption, SchemeOption
-from jax_nvfp4_moe.cli.output import say, table, to_json
+from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.cli.devices import list_devices, memory_of
+from jax_nvfp4_moe.cli.options import LARGEST, BackendOption, DtypeOption, SchemeOption, number
+from jax_nvfp4_moe.cli.output import say, show, table, to_json
 from jax_nvfp4_moe.cli.pictures import Cell, Limits, draw_roofline
 from jax_nvfp4_moe.cli.timing import measure_copy, measure_matmul, time_program
 from jax_nvfp4_moe.figures import check_plot, drawing
@@ -23,6 +26,7 @@ from jax_nvfp4_moe.ops.preparation import convert, plan_experts
 from jax_nvfp4_moe.scheme import Scheme
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
+_NVFP4_BYTES = 0.5625  # of a weight, with its share of a block scale
 _HOST_BOUND = 0.9  # above this share, the time is that of the host and not of the device
 # Size of the copy in GiB, and rows of the matrices. Both are larger than the caches, and small
 # enough to run in a short time.
@@ -33,12 +37,10 @@ def bench_command(
     tokens: Annotated[
         str, typer.Option(help="Numbers of tokens to time, separated by commas.")
     ] = "1,16,64",
-    experts: Annotated[int, typer.Option(help="Number of experts.")] = 128,
-    hidden: Annotated[int, typer.Option(help="Width of the tokens.")] = 2048,
-    intermediate: Annotated[
-        int, typer.Option(help="Width between the two products of an expert.")
-    ] = 768,
-    top_k: Annotated[int, typer.Option(help="Number of experts per token.")] = 8,
+    experts: Annotated[int, number(help="Number of experts.")] = 128,
+    hidden: Annotated[int, number(help="Width of the tokens.")] = 2048,
+    intermediate: Annotated[int, number(help="Width between the two products of an expert.")] = 768,
+    top_k: Annotated[int, number(help="Number of experts per token.")] = 8,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, with the measured limits of the device.")
     ] = False,
@@ -58,12 +60,13 @@ def bench_command(
     if plot is not None:
         check_plot(plot)  # a wrong file name must not fail only after minutes of work
     sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "top_k": top_k}
+    _check_memory(max(counts), **sizes)
     cells = time_layer(counts, **sizes, scheme=scheme, dtype=dtype, backend=backend)
     for cell in cells:
         if cell.host_share > _HOST_BOUND and jax.default_backend() != "cpu":
             say(f"{cell.tokens} tokens: starting the calls took as long as running them")
     if plot is None and not as_json:
-        print("\n".join(table(_rows(cells))))
+        show("\n".join(table(_rows(cells))))
         return
     limits, device = measure_limits(dtype), jax.devices()[0].device_kind
     if plot is not None:
@@ -72,17 +75,36 @@ def bench_command(
             draw_roofline(figure, cells, limits, title)
         say(f"wrote {plot}")
     if as_json:
-        print(to_json({"device": device, "dtype": dtype, **sizes, **report(cells, limits)}))
+        show(to_json({"device": device, "dtype": dtype, **sizes, **report(cells, limits)}))
     else:
-        print("\n".join(table(_rows(cells))))
+        show("\n".join(table(_rows(cells))))
 
 
 def _positive_numbers(name, text) -> list[int]:
     """Return the positive numbers in `text`, which commas separate."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{name}: expected positive numbers separated by commas, got {text!r}")
-    return [int(part) for part in parts]
+    parts = [part.strip() for part in text.split(",")]
+    if all(re.fullmatch("[0-9]{1,10}", part) for part in parts):
+        numbers = [int(part) for part in parts]
+        if all(1 <= number <= LARGEST for number in numbers):
+            return numbers
+    raise ValueError(
+        f"--{name}: expected numbers from 1 to {LARGEST}, separated by commas; got {quoted(text)}"
+    )
+
+
+def _check_memory(tokens, experts, hidden, intermediate, top_k):
+    """Raise `ValueError` if the device cannot hold the layer or its tokens.
+
+    XLA may end the process if it has too little memory.
+    """
+    weights = _NVFP4_BYTES * 3 * experts * hidden * intermediate
+    needed = weights + tokens * (2 * hidden + 4 * experts + 8 * top_k)
+    there = memory_of(list_devices()[0])
+    if needed > there:
+        raise ValueError(
+            "--tokens, --experts, --hidden, --intermediate: a layer of these sizes needs more "
+            f"than {needed / 2**30:.3g} GiB, and the device has {there / 2**30:.3g} GiB"
+        )
 
 
 def _rows(cells):

@@ -1,6 +1,7 @@
 """The subcommand `chat`: a conversation with a model in a terminal."""
 
 import contextlib
+import copy
 import itertools
 import json
 import signal
@@ -13,6 +14,7 @@ import numpy as np
 import typer
 from jax.sharding import Mesh
 
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.cli.example import ModelPath, example_or
 from jax_nvfp4_moe.cli.options import (
     BackendOption,
@@ -23,9 +25,10 @@ from jax_nvfp4_moe.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    number,
     read_argument,
 )
-from jax_nvfp4_moe.cli.output import report, say
+from jax_nvfp4_moe.cli.output import report, say, write
 from jax_nvfp4_moe.cli.process_options import over_devices
 from jax_nvfp4_moe.inference.chat_template import check_mappings
 from jax_nvfp4_moe.inference.conversation import Conversation
@@ -34,6 +37,7 @@ from jax_nvfp4_moe.models.loading import load_model
 
 _CONTEXT = 8192
 _TAKEN = ("add_generation_prompt", "messages", "self")  # `Tokenizer.chat` passes them itself
+_GOES_ON = "The conversation goes on without this line. Type /reset to start a new one."
 _HELP = "Type /reset to start over, /exit or Ctrl-D to leave. Ctrl-C stops an answer."
 
 
@@ -42,12 +46,10 @@ def chat_command(
     *,
     devices: Mesh | None,
     path: ModelPath = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens in an answer.")] = (
-        1024
-    ),
+    max_new_tokens: Annotated[int, number(help="Largest number of tokens in an answer.")] = 1024,
     max_length: Annotated[
         int | None,
-        typer.Option(
+        number(
             "--context",
             help="Largest number of tokens in all turns; by default 8192, or fewer if the model "
             "has fewer positions.",
@@ -75,18 +77,21 @@ def chat_command(
 ) -> None:
     """Talk to a model.
 
-    The model answers each line that you type, and remembers the lines before.
+    The model answers each line that you type, and remembers the lines before. A line that it cannot
+    answer, for example because the context is full, gets a message, and the conversation goes on
+    without it.
     """
+    _check_input()
     variables = read_variables(template_variable or ())
+    if system is not None:
+        system = read_argument("--system", system)
     with example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         how = {"dtype": dtype, "backend": backend, "mesh": devices, "dispatch": dispatch}
         model = load_model(folder, scheme=scheme, **how)
-    if system is not None:
-        system = read_argument("system", system)
     conversation = Conversation(
         model,
-        max_length=max_length or min(_CONTEXT, model.config.max_positions),
+        max_length=_choose_length(max_length, model.config.max_positions),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -94,17 +99,43 @@ def chat_command(
         key=jax.random.key(seed),
     )
     _greet(tokenizer, variables)
-    turns = Turns(tokenizer, system, variables)
+    _converse(conversation, Turns(tokenizer, system, variables), max_new_tokens)
+
+
+def _converse(conversation, beginning, max_new_tokens):
+    """Answer the lines that the user types, and do what they ask for with a slash."""
+    turns, answered = copy.copy(beginning), False
     for line in _lines():
-        if line.strip() in ("/exit", "/quit"):
+        word = line.strip()
+        if word in ("/exit", "/quit"):
             return
-        if line.strip() == "/reset":
-            turns = Turns(tokenizer, system, variables)
+        if word == "/reset":
+            turns = copy.copy(beginning)
             report("Started a new conversation.")
-        elif line.strip() == "/help":
+        elif word == "/help":
             report(_HELP)
-        elif line.strip():
-            _reply(conversation, turns, line, max_new_tokens)
+        elif word:
+            before = copy.copy(turns)
+            try:
+                _reply(conversation, turns, line, max_new_tokens)
+                answered = True
+            except _NoAnswerError as error:
+                if error.fatal and not answered:
+                    raise CheckpointError([str(error)]) from error
+                report(f"error: {error}. {_GOES_ON}")
+                turns = before
+
+
+class _NoAnswerError(Exception):
+    """Report that a line gets no answer.
+
+    Attributes:
+      fatal: whether the tokenizer or the chat template has failed, so that no line may get one.
+    """
+
+    def __init__(self, message: str, fatal: bool):
+        super().__init__(message)
+        self.fatal = fatal
 
 
 class Turns:
@@ -114,9 +145,12 @@ class Turns:
     the whole conversation again could split the same text into other tokens, which would not match
     the model's cache.
 
+    A shallow copy keeps its turns while others are added to the original.
+
     Attributes:
       tokenizer: tokenizer of the model.
       ids: int32 ``[n]``, tokens of the whole text, with the last answer.
+      ended: whether a stop id ended the last answer.
     """
 
     def __init__(
@@ -129,7 +163,7 @@ class Turns:
         self.tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._messages = [] if system is None else [{"role": "system", "content": system}]
-        self._text, self.ids = "", np.zeros(0, np.int32)
+        self._text, self.ids, self.ended = "", np.zeros(0, np.int32), True
 
     def ask(self, line: str) -> np.ndarray:
         """Add a message of the user, and return all tokens up to the beginning of the answer."""
@@ -138,7 +172,7 @@ class Turns:
             new = encode(line, special=not len(self.ids))
             self.ids = np.concatenate([self.ids, new])
             return self.ids
-        self._messages.append({"role": "user", "content": line})
+        self._messages = [*self._messages, {"role": "user", "content": line}]
         text = self.tokenizer.chat(self._messages, **self._variables)
         if self._text and text.startswith(self._text):
             new = encode(text[len(self._text) :], special=False)
@@ -151,8 +185,9 @@ class Turns:
     def answered(self, tokens: list[int]) -> None:
         """Add the model's answer, without the token that ended it."""
         spoken = [token for token in tokens if token not in self.tokenizer.stop_ids]
+        self.ended = len(spoken) < len(tokens)
         said = self.tokenizer.decode(spoken)
-        self._messages.append({"role": "assistant", "content": said})
+        self._messages = [*self._messages, {"role": "assistant", "content": said}]
         self._text += said
         self.ids = np.concatenate([self.ids, np.asarray(spoken, np.int32)])
 
@@ -177,11 +212,26 @@ def _variable(text):
     if name in _TAKEN:
         raise ValueError(f"--template-variable: {name} is not a variable that you can set")
     found: Any = value
-    with contextlib.suppress(ValueError):  # it is not JSON
+    with contextlib.suppress(ValueError, RecursionError):  # it is not JSON
         found = json.loads(value)
     if name in ("tools", "documents"):
         check_mappings(f"--template-variable: {name}", found)
     return name, found
+
+
+def _check_input():
+    """Raise `ValueError` if nobody can type: a shell closes standard input by ``<&-``."""
+    if sys.stdin is None:
+        raise ValueError("standard input is closed, and chat reads from it what you type")
+
+
+def _choose_length(asked: int | None, positions: int) -> int:
+    """Return the largest number of tokens in all turns."""
+    if asked is not None and asked > positions:
+        raise ValueError(
+            f"--context: expected 1 to {positions}, the positions of the model; got {asked}"
+        )
+    return min(_CONTEXT, positions) if asked is None else asked
 
 
 def _greet(tokenizer, variables):
@@ -205,28 +255,63 @@ def _lines() -> Iterator[str]:
             yield read_argument("input", input(prompt))
         except EOFError:
             return
+        except ValueError as error:  # the line is not text
+            report(f"error: {error}")
         except KeyboardInterrupt:
             say(f"\n{_HELP}")
 
 
 def _reply(conversation, turns, line, max_new_tokens):
-    """Print the answer to a line as it is generated; Ctrl-C stops the answer."""
+    """Print the answer to a line as it is generated; Ctrl-C stops the answer.
+
+    Raises:
+      _NoAnswerError: there is no answer, or no whole one. `turns` then holds a part of the turn.
+    """
     tokens: list[int] = []
     with _interrupts() as stopped:
-
-        def spoken():
-            answer = conversation.answer(turns.ask(line), max_new_tokens)
-            with contextlib.closing(answer):
-                for token in itertools.takewhile(lambda _: not stopped, answer):
-                    tokens.append(token)
-                    yield token
-
-        for piece in turns.tokenizer.decode_stream(spoken()):
-            print(piece, end="", flush=True)
-    print(flush=True)
+        ids = _ask(conversation, turns, line)
+        try:
+            answer = conversation.answer(ids, max_new_tokens)
+            _print_answer(turns.tokenizer, answer, tokens, stopped)
+            turns.answered(tokens)
+        except CheckpointError as error:  # the tokenizer has failed to decode
+            raise _NoAnswerError(str(error), fatal=True) from error
     if stopped:
         say("Stopped.")
-    turns.answered(tokens)
+    elif len(ids) + len(tokens) >= conversation.max_length and not turns.ended:
+        report(
+            f"The context of {conversation.max_length} tokens is full, so the answer ends here. "
+            "Type /reset to start a new conversation."
+        )
+
+
+def _ask(conversation, turns, line):
+    """Return the tokens up to the beginning of the answer, if there is room for one."""
+    try:
+        ids = turns.ask(line)
+    except CheckpointError as error:
+        raise _NoAnswerError(str(error), fatal=True) from error
+    try:
+        conversation.check(ids)
+    except ValueError as error:
+        raise _NoAnswerError(str(error), fatal=False) from error
+    return ids
+
+
+def _print_answer(tokenizer, answer, tokens, stopped):
+    """Print an answer, and append its tokens to `tokens`, until `stopped` is not empty."""
+
+    def spoken():
+        with contextlib.closing(answer):
+            for token in itertools.takewhile(lambda _: not stopped, answer):
+                tokens.append(token)
+                yield token
+
+    try:
+        for piece in tokenizer.decode_stream(spoken()):
+            write(piece)
+    finally:
+        write("\n")
 
 
 @contextlib.contextmanager

@@ -1,17 +1,18 @@
 """The subcommand `env`: print the versions, devices and extensions of this installation."""
 
 import importlib.metadata
-import json
 import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import jax
 import typer
 
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.cli.devices import NoDeviceError, list_devices
+from jax_nvfp4_moe.cli.escaping import escape_line
+from jax_nvfp4_moe.cli.output import show, to_json
 
 _PACKAGES = (
     "jax-nvfp4-moe",
@@ -35,13 +36,13 @@ def env_command(
     """Print versions, devices and compiled extensions, as a report of a problem needs them."""
     found = describe()
     if as_json:
-        print(json.dumps(found))
+        show(to_json(found))
         return
     width = max(map(len, found))
     for name, value in found.items():
         lines = value if isinstance(value, list) else [value]
         for index, line in enumerate(lines):
-            print(f"{name if not index else '':<{width}}  {line}")
+            show(f"{name if not index else '':<{width}}  {escape_line(line)}")
 
 
 def describe() -> dict[str, Any]:
@@ -95,9 +96,9 @@ def _driver() -> Iterator[str]:
 def _devices() -> Iterator[str]:
     """Yield a line for each device that JAX uses, or why it has none."""
     try:
-        devices = jax.devices()
-    except RuntimeError as error:  # for example, a platform that JAX_PLATFORMS names is missing
-        yield f"JAX has no device: {error}"
+        devices = list_devices()
+    except NoDeviceError as error:
+        yield str(error)
         return
     for device in devices:
         capability = getattr(device, "compute_capability", None)

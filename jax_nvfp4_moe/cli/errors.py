@@ -12,7 +12,6 @@ A command ends with one of these statuses:
 import contextlib
 import inspect
 import logging
-import os
 import pathlib
 import sys
 import traceback
@@ -24,12 +23,16 @@ import typer
 
 from jax_nvfp4_moe.checkpoint import progress
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.cli.devices import explain_missing
 from jax_nvfp4_moe.cli.options import with_options
+from jax_nvfp4_moe.cli.output import drop_output, say, say_traceback
 from jax_nvfp4_moe.inference.not_finite import MARK, NotFiniteError
 from jax_nvfp4_moe.parallel import processes as distributed
 from jax_nvfp4_moe.scheme import NoBackendError, Target
 
 LOG = logging.getLogger("jax_nvfp4_moe")
+# XLA's words for a device without memory. On a CPU, an error inside of a program has the second.
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 _PACKAGE = pathlib.Path(__file__).parents[1]
 
 
@@ -64,10 +67,8 @@ def _run(command, *, verbose, show_traceback, **given):
     try:
         with _noting_not_finite() as warned:
             command(**given)
-    except BrokenPipeError:
-        # The reader of our output has ended, as in `| head`. Point standard output to the null
-        # device: Python flushes it at exit, and would fail once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has ended, as in `| head`
+        drop_output()
         sys.exit(1)
     except Exception as error:
         message = _message(error)
@@ -77,8 +78,8 @@ def _run(command, *, verbose, show_traceback, **given):
             )
             raise
         if show_traceback:
-            traceback.print_exception(error)
-        print(f"error: {message}", file=sys.stderr, flush=True)
+            say_traceback(error)
+        say(f"error: {message}")
         sys.exit(1 if isinstance(error, NotFiniteError) else 2)
     if warned:
         sys.exit(1)
@@ -105,10 +106,15 @@ def _noting_not_finite() -> Iterator[list[logging.LogRecord]]:
 def _message(error: Exception) -> str | None:
     """Return the message for the user, or None if the error is a fault of the package."""
     if isinstance(error, jax.errors.JaxRuntimeError):
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if any(words in str(error) for words in _OUT_OF_MEMORY):
             return f"out of memory on {Target.current()} while the model ran: {error}"
         return None
-    theirs = isinstance(error, (CheckpointError, NoBackendError, OSError, MemoryError))
+    missing = explain_missing(error)
+    if missing:
+        return missing
+    if isinstance(error, MemoryError):
+        return f"out of memory on the host: {error}".removesuffix(": ")
+    theirs = isinstance(error, (CheckpointError, NoBackendError, OSError))
     lost = isinstance(error, (ValueError, OSError)) and distributed.explain_loss(error)
     if lost:
         return lost

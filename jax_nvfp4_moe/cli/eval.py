@@ -14,9 +14,10 @@ from jax_nvfp4_moe.cli.options import (
     Folder,
     SchemesOption,
     each_once,
+    number,
     read_text,
 )
-from jax_nvfp4_moe.cli.output import progress_bar, report, table, to_json
+from jax_nvfp4_moe.cli.output import progress_bar, report, show, table, to_json
 from jax_nvfp4_moe.cli.process_options import over_devices
 from jax_nvfp4_moe.inference.evaluation import evaluate, summary_rows, window_rows
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
@@ -32,13 +33,13 @@ def eval_command(
     path: Folder,
     text: Annotated[pathlib.Path, typer.Option(help="Text file to predict, in UTF-8.")],
     window: Annotated[
-        int, typer.Option(help="Number of tokens in a window. Windows are independent.")
+        int, number(help="Number of tokens in a window. Windows are independent.")
     ] = 512,
     skip_tokens: Annotated[
-        int, typer.Option(help="Number of tokens to skip at the beginning of the text.")
+        int, number(help="Number of tokens to skip at the beginning of the text.", least=0)
     ] = 0,
     max_windows: Annotated[
-        int | None, typer.Option(help="Largest number of windows; all by default.")
+        int | None, number(help="Largest number of windows; all by default.")
     ] = None,
     by_window: Annotated[
         bool, typer.Option("--by-window", help="Also report the figures of each window.")
@@ -71,7 +72,7 @@ def eval_command(
         results[name] = result
         shown = {"path": str(folder), "scheme": used, **result}
         hidden = () if by_window else ("cross_entropies", "perplexities")
-        print(to_json({k: v for k, v in shown.items() if k not in hidden}), flush=True)
+        show(to_json({k: v for k, v in shown.items() if k not in hidden}))
     if by_window:
         report("\n".join(table(window_rows(results))))
     if len(results) > 1:

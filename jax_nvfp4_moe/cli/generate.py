@@ -18,9 +18,10 @@ from jax_nvfp4_moe.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    number,
     read_argument,
 )
-from jax_nvfp4_moe.cli.output import report
+from jax_nvfp4_moe.cli.output import report, write
 from jax_nvfp4_moe.cli.process_options import over_devices
 from jax_nvfp4_moe.inference.generation import stream
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
@@ -38,7 +39,7 @@ def generate_command(
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
+        number(
             help="Number of tokens to generate; by default 128, or fewer if the model has fewer "
             "positions left."
         ),
@@ -89,10 +90,10 @@ def generate_command(
     pieces = tokenizer.decode_stream(tokens(), () if chat else ids)
     first = next(pieces, "")  # an error in the arguments must come before any output
     for piece in (*([] if chat else [text]), first):
-        print(piece, end="", flush=True)
+        write(piece)
     for piece in pieces:
-        print(piece, end="", flush=True)
-    print(flush=True)
+        write(piece)
+    write("\n")
     # The first two tokens wait for compilations, so they are not part of the speed.
     if len(arrivals) > 2:
         rate = (len(arrivals) - 2) / (arrivals[-1] - arrivals[1])

@@ -10,6 +10,7 @@ import typer
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import expand_home, find_folder
+from jax_nvfp4_moe.cli.escaping import escape_line
 from jax_nvfp4_moe.cli.inspection import bytes_report, describe, measure_bytes
 from jax_nvfp4_moe.cli.options import (
     BackendOption,
@@ -17,9 +18,10 @@ from jax_nvfp4_moe.cli.options import (
     Folder,
     SchemesOption,
     each_once,
+    number,
     read_text,
 )
-from jax_nvfp4_moe.cli.output import progress_bar, say, table, to_json
+from jax_nvfp4_moe.cli.output import progress_bar, say, show, table, to_json
 from jax_nvfp4_moe.cli.pictures import chart_size, draw_bytes
 from jax_nvfp4_moe.cli.refusal import report_refused
 from jax_nvfp4_moe.figures import check_plot, drawing
@@ -52,7 +54,7 @@ def inspect_command(
         pathlib.Path | None,
         typer.Option(help="Text file to run, in UTF-8; some Python source code by default."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Largest number of tokens of the text to run.")] = 256,
+    tokens: Annotated[int, number(help="Largest number of tokens of the text to run.")] = 256,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: modules and bytes, or errors by token.")
     ] = False,
@@ -105,10 +107,10 @@ def inspect_command(
         plot_errors(found, plot, truth=truth)
         say(f"wrote {plot}")
     if as_json:
-        print(to_json({"truth": truth, "tokens": len(ids), "errors": error_report(found)}))
+        show(to_json({"truth": truth, "tokens": len(ids), "errors": error_report(found)}))
         return
-    print(f"errors of routed experts against {truth}, in float32, on {len(ids)} tokens\n")
-    print("\n".join(table(error_rows(found, words))))
+    title = f"errors of routed experts against {truth}, in float32, on {len(ids)} tokens"
+    show("\n".join([escape_line(title), "", *table(error_rows(found, words))]))
 
 
 def _show(path, plan, as_json, plot) -> None:
@@ -119,7 +121,7 @@ def _show(path, plan, as_json, plot) -> None:
             folder = expand_home(path)
             draw_bytes(figure, modules, folder.resolve().name if folder.is_dir() else str(path))
         say(f"wrote {plot}")
-    print(to_json(bytes_report(path, plan)) if as_json else describe(path, plan))
+    show(to_json(bytes_report(path, plan)) if as_json else describe(path, plan))
 
 
 def _only_with_errors(**options):
@@ -135,8 +137,6 @@ def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
     If the checkpoint has no tokenizer and the user gives no text, the tokens are random, and None
     stands for their text.
     """
-    if tokens < 1:
-        raise ValueError(f"tokens: expected at least 1, got {tokens}")
     if text is None and not (find_folder(path) / TOKENIZER).exists():
         say(f"{path} has no {TOKENIZER}; the text is {tokens} random token ids")
         size = abstract_model(path).model.config.vocab_size

@@ -14,6 +14,7 @@ from flax import nnx
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
+from jax_nvfp4_moe.cli.escaping import escape_line
 from jax_nvfp4_moe.cli.output import table
 from jax_nvfp4_moe.models.loading import LoadPlan, abstract_model, list_architectures
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
@@ -49,7 +50,7 @@ def inspect(path: str | pathlib.Path, *, scheme: str | None = None, dtype="bfloa
 def describe(path: str | pathlib.Path, plan: LoadPlan) -> str:
     """Describe a checkpoint whose headers have been read, as text; see `inspect`."""
     model, kinds = plan.model, _kinds(plan.model)
-    parts = [*_header(path), "", *table(_rows(model)), ""]
+    parts = [*map(escape_line, _header(path)), "", *table(_rows(model)), ""]
     parts += [*table(_decided(plan.decisions)), "", *_choices(kinds)]
     return "\n".join(parts)
 

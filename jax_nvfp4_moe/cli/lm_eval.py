@@ -13,6 +13,7 @@ from jax_nvfp4_moe.cli.options import (
     DtypeOption,
     Folder,
     SchemeOption,
+    number,
 )
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -32,7 +33,7 @@ def lm_eval_command(
     dispatch: DispatchOption = "psum",
     max_length: Annotated[
         int | None,
-        typer.Option(
+        number(
             help="Largest number of tokens that the model sees; by default, the positions of the "
             "model."
         ),

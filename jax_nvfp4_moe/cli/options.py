@@ -2,14 +2,50 @@
 
 import functools
 import inspect
+import math
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from jax_nvfp4_moe.checkpoint.folder import expand_home
+
+LARGEST = 2**31 - 1  # what the index types of JAX hold
+
+
+def number(
+    *names: str,
+    help: str,
+    least: float = 1,
+    most: float = LARGEST,
+    above: float | None = None,
+    **settings: Any,
+) -> Any:
+    """Return a Typer option for a number, which is checked before the command begins.
+
+    Args:
+      names: spellings of the option; by default the name of the parameter.
+      help: as for `typer.Option`.
+      least: the smallest value.
+      most: the largest value.
+      above: None, or a number that the value must be larger than.
+      settings: further arguments of `typer.Option`.
+    """
+    largest = f"{most}" if isinstance(most, int) else f"{most:g}"
+    expected = f"a number from {least} to {largest}"
+    if above is not None:
+        expected = f"a number above {above} and at most {largest}"
+
+    def check(value):
+        fits = value is None or (math.isfinite(value) and least <= value <= most)
+        if not fits or (above is not None and value is not None and value <= above):
+            raise typer.BadParameter(f"expected {expected}, got {value}")
+        return value
+
+    return typer.Option(*names, help=help, callback=check, **settings)
+
 
 Folder = Annotated[
     pathlib.Path,
@@ -47,16 +83,26 @@ BackendOption = Annotated[
 ]
 TemperatureOption = Annotated[
     float,
-    typer.Option(help="Temperature of sampling. 0 always takes the most likely token."),
+    number(
+        help="Temperature of sampling. 0 always takes the most likely token.",
+        least=0,
+        most=3e38,  # about the largest float32
+    ),
 ]
 TopKOption = Annotated[
-    int | None, typer.Option(help="Sample from the k most likely tokens; from all by default.")
+    int | None, number(help="Sample from the k most likely tokens; from all by default.")
 ]
 TopPOption = Annotated[
     float,
-    typer.Option(help="Sample from the most likely tokens whose probabilities add up to this."),
+    number(
+        help="Sample from the most likely tokens whose probabilities add up to this.",
+        least=0,
+        most=1,
+        above=0,
+    ),
 ]
-SeedOption = Annotated[int, typer.Option(help="Seed of the random numbers.")]
+# JAX takes the lower 32 bits of a seed. Other seeds would give the numbers of one of these.
+SeedOption = Annotated[int, number(help="Seed of the random numbers.", least=0, most=2**32 - 1)]
 DispatchOption = Annotated[
     str,
     typer.Option(

@@ -1,18 +1,24 @@
-"""Print the results of commands as tables, and messages on standard error."""
+"""Print the results of commands as tables, and messages on standard error.
+
+All text that a command prints passes through this module, which escapes it.
+"""
 
 import contextlib
 import json
 import math
+import os
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jax_nvfp4_moe.cli.escaping import escape_line, escape_message, escape_text
 from jax_nvfp4_moe.parallel import processes as distributed
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return `rows` as lines with aligned columns."""
-    rows = [tuple(row) for row in rows]
+    """Return `rows` as lines with aligned columns, and control characters as escapes."""
+    rows = [tuple(map(escape_line, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -23,9 +29,10 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
 def to_json(value: Any) -> str:
     """Return a value as one line of JSON, with null for each number that is not finite.
 
-    JSON has no NaN and no infinity, and many readers refuse what Python writes for them.
+    JSON has no NaN and no infinity, and many readers refuse what Python writes for them. All
+    characters outside of ASCII, and all control characters, are escapes.
     """
-    return json.dumps(_finite(value), allow_nan=False)
+    return json.dumps(_finite(value), allow_nan=False).replace("\x7f", "\\u007f")
 
 
 def _finite(value):
@@ -44,8 +51,34 @@ def report(message: str) -> None:
 
 
 def say(message: str) -> None:
-    """Print a message on standard error."""
-    print(message, file=sys.stderr, flush=True)
+    """Print a message on standard error, with control characters as escapes."""
+    print(escape_message(message), file=sys.stderr, flush=True)
+
+
+def say_traceback(error: BaseException) -> None:
+    """Print the traceback of an error on standard error, as `say` prints messages."""
+    say("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def show(result: str) -> None:
+    """Print a result for people on standard output, with control characters as escapes."""
+    print(escape_message(result), flush=True)
+
+
+def write(text: str) -> None:
+    """Print a part of the text of a model on standard output.
+
+    Control characters are escapes on a terminal. In a file or a pipe, the text is as it came.
+    """
+    print(escape_text(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def drop_output() -> None:
+    """Point standard output to the null device, because nobody can read it.
+
+    Python flushes standard output at exit. It would fail once more, and say so.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -62,8 +95,9 @@ def progress_bar(what: str):
         yield None
         return
     import rich.console
+    import rich.markup
     import rich.progress
 
     with rich.progress.Progress(console=rich.console.Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(rich.markup.escape(escape_line(what)), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

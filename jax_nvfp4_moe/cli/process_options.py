@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 from jax.sharding import Mesh
 
-from jax_nvfp4_moe.cli.options import with_options
+from jax_nvfp4_moe.cli.options import number, with_options
 from jax_nvfp4_moe.parallel import processes as distributed
 
 _PANEL = "Several processes"
+_LONGEST = 1_000_000  # seconds; JAX counts in milliseconds
 
 
 def find_devices(
@@ -41,21 +42,26 @@ def find_devices(
         ),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Number of processes.", rich_help_panel=_PANEL)
+        int | None, number(help="Number of processes.", rich_help_panel=_PANEL)
     ] = None,
     process_id: Annotated[
         int | None,
-        typer.Option(help="Index of this process, starting at 0.", rich_help_panel=_PANEL),
+        number(help="Index of this process, starting at 0.", least=0, rich_help_panel=_PANEL),
     ] = None,
     peer_timeout: Annotated[
         int,
-        typer.Option(
-            help="Seconds after which a silent process counts as dead.", rich_help_panel=_PANEL
+        number(
+            help="Seconds after which a silent process counts as dead.",
+            least=5,
+            most=_LONGEST,
+            rich_help_panel=_PANEL,
         ),
     ] = distributed.PEER_TIMEOUT,
     start_timeout: Annotated[
         int,
-        typer.Option(help="Seconds that all processes have to join.", rich_help_panel=_PANEL),
+        number(
+            help="Seconds that all processes have to join.", most=_LONGEST, rich_help_panel=_PANEL
+        ),
     ] = distributed.START_TIMEOUT,
     supervised: Annotated[int | None, typer.Option(distributed.SUPERVISED, hidden=True)] = None,
 ) -> Mesh | None:

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from jax_nvfp4_moe.cli.options import read_text
-from jax_nvfp4_moe.cli.output import to_json
+from jax_nvfp4_moe.cli.options import number, read_text
+from jax_nvfp4_moe.cli.output import show, to_json
 from jax_nvfp4_moe.cli.termination import cleaning_up
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.quantization.casting import cast_model
@@ -25,10 +25,10 @@ def quantize_command(
         typer.Option(help="Text file for calibration, in UTF-8. Scheme w4a4 needs one."),
     ] = None,
     calibration_tokens: Annotated[
-        int, typer.Option(help="Number of tokens at the beginning of the text to calibrate with.")
+        int, number(help="Number of tokens at the beginning of the text to calibrate with.")
     ] = 4096,
     window: Annotated[
-        int, typer.Option(help="Number of tokens in a window. Windows are independent.")
+        int, number(help="Number of tokens in a window. Windows are independent.")
     ] = 512,
     scheme: Annotated[
         str | None,
@@ -52,19 +52,21 @@ def quantize_command(
         str | None,
         typer.Option(help="Dtype of float tensors that are not quantized; unchanged by default."),
     ] = None,
-    shard_gb: Annotated[float, typer.Option(help="Largest size of a file, in GB.")] = 5.0,
+    shard_gb: Annotated[
+        float, number(help="Largest size of a file, in GB.", least=0, most=1e9, above=0)
+    ] = 5.0,
     cast: Annotated[
         bool,
         typer.Option("--cast", help="Cast experts in MXFP4 without loss, as in gpt-oss."),
     ] = False,
 ) -> None:
     """Quantize a checkpoint to NVFP4, and print a summary as one JSON object."""
-    shard_bytes = int(min(max(shard_gb, 0.0), 1e9) * 1e9)
+    shard_bytes = max(1, int(shard_gb * 1e9))
     if cast:
         _check_cast(text, scheme, format, modules, exclude, algorithm, dtype)
         with cleaning_up():
             result = cast_model(source, destination, shard_bytes=shard_bytes)
-        print(to_json(result))
+        show(to_json(result))
         return
     ids = None
     if text is not None:
@@ -89,7 +91,7 @@ def quantize_command(
             dtype=dtype,
             shard_bytes=shard_bytes,
         )
-    print(to_json(result))
+    show(to_json(result))
 
 
 def _check_cast(text, scheme, format, modules, exclude, algorithm, dtype):

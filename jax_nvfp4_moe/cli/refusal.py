@@ -6,8 +6,9 @@ from typing import Any
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.survey import Survey, SurveyedModule, survey_checkpoint
+from jax_nvfp4_moe.cli.escaping import escape_line
 from jax_nvfp4_moe.cli.inspection import any_layer, mebibytes
-from jax_nvfp4_moe.cli.output import table, to_json
+from jax_nvfp4_moe.cli.output import show, table, to_json
 from jax_nvfp4_moe.models.loading import find_architecture
 
 
@@ -34,9 +35,9 @@ def report_refused(
         [*_refused_family(survey), *map(any_layer, (*error.problems, *survey.problems))]
     )
     if as_json:
-        print(to_json(_report(path, survey, problems)))
+        show(to_json(_report(path, survey, problems)))
     else:
-        print("\n".join(_describe(path, survey)))
+        show("\n".join(map(escape_line, _describe(path, survey))))
     return CheckpointError(problems, error.where or str(path))
 
 

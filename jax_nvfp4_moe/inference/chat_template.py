@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.folder import exists, locate, read_json
+from jax_nvfp4_moe.checkpoint.folder import exists, read_json
 from jax_nvfp4_moe.checkpoint.hub import TEMPLATES
+from jax_nvfp4_moe.inference.text_file import read_text
 from jax_nvfp4_moe.inference.tokenizer_class import TOKENIZER_CONFIG
+from jax_nvfp4_moe.inference.tokenizer_faults import one_line
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -27,6 +29,7 @@ TEMPLATE = "chat_template.jinja"
 PROCESSORS = ("chat_template.json", "processor_config.json")
 DEFAULT, TOOL_USE = "default", "tool_use"
 _KEY = "chat_template"
+_SOURCE_LENGTH = 100_000  # characters of a template; to compile them takes up to 4 s
 # The names under which a message holds its reasoning. Templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -95,10 +98,10 @@ def render(source: str, messages: Messages, variables: Mapping[str, Any]) -> str
     if not shown:
         raise ValueError("messages: expected at least one message, got none")
     try:
-        return _compiled(source).render(messages=shown, **plain_data(dict(variables)))
+        return _run(source, shown, plain_data(dict(variables)))
     except Exception as error:  # expressions in a template can raise any exception
         raise CheckpointError(
-            [f"the chat template failed: {type(error).__name__}: {error}"]
+            [f"the chat template failed: {type(error).__name__}: {one_line(error)}"]
         ) from None
 
 
@@ -159,18 +162,11 @@ def _from_files(folder) -> dict[str, str]:
     """Return the templates that are files of their own."""
     found = {}
     if exists(folder, TEMPLATE):
-        found[DEFAULT] = _text(folder, TEMPLATE)
+        found[DEFAULT] = read_text(folder, TEMPLATE, 4 * _SOURCE_LENGTH)
     if (folder / TEMPLATES).is_dir():
         for path in sorted((folder / TEMPLATES).glob("*.jinja")):
-            found[path.stem] = _text(folder, f"{TEMPLATES}/{path.name}")
+            found[path.stem] = read_text(folder, f"{TEMPLATES}/{path.name}", 4 * _SOURCE_LENGTH)
     return found
-
-
-def _text(folder, name):
-    try:
-        return locate(folder, name).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError([f"{name}: it is not text in UTF-8: {error}"]) from None
 
 
 def _named(config, file) -> dict[str, str]:
@@ -193,9 +189,24 @@ def _named(config, file) -> dict[str, str]:
     return named
 
 
+def _run(source, messages, variables):
+    """Return the text of a template, within the limits of time and length."""
+    from jax_nvfp4_moe.inference import template_limits  # imports jinja2, which not all need
+
+    if len(source) > _SOURCE_LENGTH:
+        raise template_limits.LimitError(
+            f"it has {len(source)} characters, and the limit is {_SOURCE_LENGTH}"
+        )
+    template = _compiled(source)
+    with template_limits.limited_time():
+        text = template_limits.join_pieces(template.generate(messages=messages, **variables))
+    text.encode()  # a half of a surrogate pair, which JSON can hold, is no text
+    return text
+
+
 @functools.lru_cache(maxsize=8)
 def _compiled(source):
     """Return a template, ready to render. Compiling takes longer than rendering."""
-    from jax_nvfp4_moe.inference import template_sandbox  # imports jinja2, which not all need
+    from jax_nvfp4_moe.inference import template_sandbox
 
     return template_sandbox.ENVIRONMENT.from_string(source)

@@ -67,6 +67,31 @@ class Conversation:
         self._model, self._cache = model, None
         self._sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
 
+    def check(self, text: Sequence[int]) -> None:
+        """Check that a text can be answered.
+
+        Args:
+          text: as for `answer`.
+
+        Raises:
+          ValueError: the text has no tokens, leaves no room for another one, or has a token that
+            the model does not have.
+        """
+        ids, size = np.asarray(text), self._model.config.vocab_size
+        if not len(ids):
+            raise ValueError("text: expected at least one token, got none")
+        if len(ids) >= self.max_length:
+            raise ValueError(
+                f"text: it has {len(ids)} tokens, and a conversation has room for "
+                f"{self.max_length}, with the answer. Begin a new conversation, or increase "
+                "max_length (--context on the command line)"
+            )
+        if ids.min() < 0 or ids.max() >= size:
+            raise ValueError(
+                f"text: expected ids from 0 to {size - 1}, the model's vocabulary; got "
+                f"{ids.min()} to {ids.max()}"
+            )
+
     def answer(self, text: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         """Yield the tokens that follow `text`, until a stop id or until there is no room for more.
 
@@ -79,16 +104,13 @@ class Conversation:
           max_new_tokens: largest number of tokens in the answer, at least 1.
 
         Raises:
-          ValueError: the text leaves no room for another token.
+          ValueError: an argument is out of range; see `check`.
         """
+        self.check(text)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
         ids = np.asarray(text, np.int32)
         room = min(max_new_tokens, self.max_length - len(ids))
-        if room < 1:
-            raise ValueError(
-                f"text: it has {len(ids)} tokens, and a conversation has room for "
-                f"{self.max_length}. Begin a new conversation, or increase max_length (--context "
-                "on the command line)"
-            )
         held = len(self.ids)
         if self._cache is None or held >= len(ids) or not np.array_equal(ids[:held], self.ids):
             held, self._cache = 0, self._model.init_cache(1, self.max_length)

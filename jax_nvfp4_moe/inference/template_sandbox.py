@@ -11,8 +11,9 @@ import jinja2
 import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
-import jinja2.sandbox
 import jinja2.utils
+
+from jax_nvfp4_moe.inference.template_limits import LimitedEnvironment, check_format_of_dates
 
 
 class Generation(jinja2.ext.Extension):
@@ -76,13 +77,15 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _strftime_now(form):
+    check_format_of_dates(form)
     return datetime.datetime.now().strftime(form)
 
 
-ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
+ENVIRONMENT = LimitedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
 )
 ENVIRONMENT.filters["tojson"] = _tojson
+ENVIRONMENT.limit_filters()
 ENVIRONMENT.globals |= {
     "raise_exception": _raise_exception,
     "strftime_now": _strftime_now,

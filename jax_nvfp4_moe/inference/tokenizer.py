@@ -17,7 +17,6 @@ from jax_nvfp4_moe.checkpoint.folder import (
     CONFIG,
     exists,
     find_folder,
-    locate,
     merge_text_config,
     read_json,
 )
@@ -36,6 +35,7 @@ from jax_nvfp4_moe.inference.special_tokens import (
     say_ends,
     text_of,
 )
+from jax_nvfp4_moe.inference.text_file import read_text
 from jax_nvfp4_moe.inference.tokenizer_class import (
     REBUILT,
     TOKENIZER,
@@ -43,6 +43,7 @@ from jax_nvfp4_moe.inference.tokenizer_class import (
     choose_class,
     rebuild,
 )
+from jax_nvfp4_moe.inference.tokenizer_faults import blaming_tokenizer, check_prefix, one_line
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -100,7 +101,9 @@ class Tokenizer:
           number of tokens in each text.
 
         Raises:
+          CheckpointError: the tokenizer fails.
           TypeError: `text` is neither a text nor a sequence of texts.
+          ValueError: a text has a half of a surrogate pair, which UTF-8 cannot encode.
 
         Example:
           >>> import importlib.resources
@@ -115,7 +118,9 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             return _pad([self.encode(one, special=special) for one in _texts(text)])
-        return np.asarray(self.encoder.encode(text, add_special_tokens=special).ids, np.int32)
+        _check_text(text)
+        with blaming_tokenizer("encode a text"):
+            return np.asarray(self.encoder.encode(text, add_special_tokens=special).ids, np.int32)
 
     def decode(self, ids: Any, lengths: Any = None) -> Any:
         """Return the text of token ids, or the texts of several rows, without special tokens.
@@ -131,13 +136,15 @@ class Tokenizer:
           A text, or a list of b texts.
 
         Raises:
+          CheckpointError: the tokenizer fails.
           ValueError: `lengths` is not one number for each row.
         """
         if _are_rows(ids):
             return [self.decode(row) for row in _cut(ids, lengths)]
         if lengths is not None:
             raise ValueError("lengths: expected None, because `ids` are the tokens of one text")
-        text = self.encoder.decode([int(i) for i in ids], skip_special_tokens=True)
+        with blaming_tokenizer("decode tokens"):
+            text = self.encoder.decode([int(i) for i in ids], skip_special_tokens=True)
         for spaced in _CLEANED if self.clean_up else ():
             text = text.replace(spaced, spaced.strip())
         return text
@@ -230,6 +237,17 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         return render(source, messages, {**self.special, **variables, **given})
+
+
+def _check_text(text: str) -> None:
+    """Raise `ValueError` if UTF-8 cannot encode a text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text: expected characters that UTF-8 can encode, got {quoted(text[error.start])} at "
+            f"position {error.start}, which is half of a surrogate pair"
+        ) from None
 
 
 def _texts(texts) -> Sequence[str]:
@@ -328,11 +346,12 @@ def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
 def _load(folder):
     """Return the tokenizer of an existing folder."""
     config, model = (_read(folder, name) for name in (TOKENIZER_CONFIG, CONFIG))
-    encoder, special = _encoder(folder, config, model)
-    _say_not_implemented(config)
-    _say_outside(encoder, merge_text_config(model).get("vocab_size"))
-    end = special.text("eos_token")
-    end = None if end is None else encoder.token_to_id(end)
+    with blaming_tokenizer("read the tokenizer"):
+        encoder, special = _encoder(folder, config, model)
+        _say_not_implemented(config)
+        _say_outside(encoder, merge_text_config(model).get("vocab_size"))
+        end = special.text("eos_token")
+        end = None if end is None else encoder.token_to_id(end)
     templates = read_templates(folder, config)
     return Tokenizer(
         encoder,
@@ -396,20 +415,18 @@ def _tokenizer_text(folder):
                 "AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
             ]
         )
-    try:
-        return locate(folder, TOKENIZER).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError([f"{TOKENIZER}: it is not text in UTF-8: {error}"]) from None
+    return read_text(folder, TOKENIZER)
 
 
 def _parsed(text):
     """Return the tokenizer that the text of ``tokenizer.json`` holds."""
     import tokenizers  # only callers that work with text pay for this import
 
+    check_prefix(text)
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the binding raises plain `Exception`
-        raise CheckpointError([f"{TOKENIZER}: it cannot be parsed: {error}"]) from None
+        raise CheckpointError([f"{TOKENIZER}: it cannot be parsed: {one_line(error)}"]) from None
 
 
 def _cleans(encoder, config):

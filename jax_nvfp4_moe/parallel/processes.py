@@ -148,7 +148,7 @@ def make_mesh(shape: str | None = None) -> Mesh:
     """
     devices = jax.devices()
     text = f"expert={len(devices)}" if shape is None else shape
-    pairs = re.findall(r"(\w+)=(\d+)", text)
+    pairs = re.findall(r"(\w+)=([0-9]{1,9})", text)
     names = [name for name, _ in pairs]
     wellformed = ",".join(f"{name}={size}" for name, size in pairs) == text.replace(" ", "")
     if not (pairs and wellformed) or not set(names) <= set(_AXES) or len(set(names)) != len(names):

@@ -1,5 +1,7 @@
 """Test the `chat` command: its turns, and a terminal where a user types, interrupts and leaves."""
 
+import copy
+import io
 import os
 import pty
 import re
@@ -82,9 +84,10 @@ def test_the_template_sees_variables(tmp_path):
 
 
 def test_values_of_variables_are_json_or_text():
-    given = ["a=false", "b=x = y", "c=", 'd="7"', "e=7", "f=null", "b=last"]
+    deep = "[" * 9999
+    given = ["a=false", "b=x = y", "c=", 'd="7"', "e=7", "f=null", "b=last", f"g={deep}"]
     read = read_variables(given)
-    assert read == {"a": False, "b": "last", "c": "", "d": "7", "e": 7, "f": None}
+    assert read == {"a": False, "b": "last", "c": "", "d": "7", "e": 7, "f": None, "g": deep}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,9 @@ def test_a_new_conversation_begins_as_the_first_one(tokenizer, tmp_path, monkeyp
     class Recorded:
         def __init__(self, model, **given):
             options.update(given)
+
+        def check(self, ids):
+            assert len(ids)
 
         def answer(self, text, max_new_tokens):
             asked.append((text.tolist(), max_new_tokens))
@@ -202,3 +208,106 @@ def test_a_conversation_in_a_terminal():
     terminal.wait_for(r"Started a new conversation\..*> $")
     terminal.type("/exit\n")
     assert terminal.process.wait(30) == 0
+
+
+@pytest.fixture
+def talk(tmp_path, capsys, monkeypatch):
+    """Return a function that runs `chat` with lines on standard input.
+
+    It returns status, stdout and stderr.
+    """
+    folder = tmp_path / "model"
+    shutil.copytree(EXAMPLE, folder)
+
+    def call(lines, *options, template=TEMPLATE):
+        (folder / "chat_template.jinja").write_text(template)
+        stdin = None if lines is None else io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(SystemExit) as stopped:
+            app.main(["chat", str(folder), "--max-new-tokens", "3", *options])
+        captured = capsys.readouterr()
+        return stopped.value.code or 0, captured.out.splitlines(), captured.err
+
+    return call
+
+
+def test_a_chat_goes_on_when_the_context_is_full(talk):
+    """A line that is too long, and an answer that ends because there is no room for more."""
+    long = b"a b c " * 40
+    status, out, err = talk(long + b"\nhi\nhi\nhi\nhi\n/reset\nhi\n", "--context", "40")
+    assert status == 0
+    assert len(out) >= 2
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) >= 2
+    for line in errors:
+        assert "and a conversation has room for 40, with the answer" in line
+        assert "Type /reset" in line
+    assert err.index("Started a new conversation") > err.index(errors[-1])
+
+
+def test_an_answer_that_fills_the_context_says_so(talk):
+    status, _, err = talk(b"hi\n", "--context", "30", "--max-new-tokens", "900")
+    assert status == 0
+    assert "The context of 30 tokens is full, so the answer ends here. Type /reset" in err
+
+
+def test_a_chat_goes_on_when_the_template_fails_in_a_later_turn(talk):
+    failing = "{% if messages[-1].content == 'no' %}{{ raise_exception('\x1b[31mno') }}{% endif %}"
+    status, out, err = talk(b"hi\nno\nhi\n/reset\nno\nhi\n", template=failing + TEMPLATE)
+    assert status == 0
+    assert len(out) >= 3
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2
+    assert r"TemplateError: \x1b[31mno. The conversation goes on without this line" in errors[0]
+
+
+def test_a_template_that_fails_from_the_start_ends_a_chat(talk):
+    status, out, err = talk(b"hi\n", template="{{ raise_exception('never') }}")
+    assert (status, out) == (2, [])
+    assert err.splitlines()[-1] == "error: the chat template failed: TemplateError: never"
+
+
+def test_a_turn_that_failed_leaves_no_trace(tokenizer):
+    turns = Turns(tokenizer)
+    turns.ask("hi")
+    turns.answered([7, 8])
+    before = copy.copy(turns)
+    turns.ask("lost")
+    turns.answered([9])
+    np.testing.assert_array_equal(before.ask("why")[-8:], _ids_after(tokenizer, "why")[-8:])
+    assert "lost" not in tokenizer.decode(before.ids)
+
+
+def _ids_after(tokenizer, line):
+    turns = Turns(tokenizer)
+    turns.ask("hi")
+    turns.answered([7, 8])
+    return turns.ask(line)
+
+
+def test_lines_that_are_no_text(talk):
+    status, out, err = talk(b"\xff\xfe\nhi\n")
+    assert status == 0
+    assert out
+    assert "error: input: expected text in UTF-8" in err
+
+
+def test_a_tokenizer_that_leaves_nothing_of_a_line(talk):
+    template = "{{ '' if messages[-1].content == 'no' else 1 }}"
+    status, _, err = talk(b"hi\nno\nhi\n", template=template)
+    assert status == 0
+    assert "error: text: expected at least one token, got none. The conversation goes on" in err
+
+
+def test_closed_standard_input(talk):
+    status, out, err = talk(None)
+    assert (status, out) == (2, [])
+    assert err == "error: standard input is closed, and chat reads from it what you type\n"
+
+
+def test_a_context_beyond_the_model_names_the_option(talk):
+    status, _, err = talk(b"", "--context", "100000")
+    assert (status, err) == (
+        2,
+        "error: --context: expected 1 to 2048, the positions of the model; got 100000\n",
+    )

@@ -128,5 +128,14 @@ def test_stops_and_room():
         ValueError, match="text: it has 13 tokens, and a conversation has room for 13"
     ):
         next(full.answer(np.concatenate([FIRST, free[:2]]), 1))
+    size = model.config.vocab_size
+    for text, new, message in (
+        ([], 1, "text: expected at least one token, got none"),
+        ([1, size], 1, f"text: expected ids from 0 to {size - 1}, .* got 1 to {size}"),
+        ([-1], 1, f"text: expected ids from 0 to {size - 1}"),
+        ([1], 0, "max_new_tokens: expected at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(full.answer(text, new))
     with pytest.raises(ValueError, match="max_length: expected 1 to 512"):
         Conversation(model, max_length=513)

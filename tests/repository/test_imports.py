@@ -17,6 +17,7 @@ import jax_nvfp4_moe
 PACKAGE = pathlib.Path(jax_nvfp4_moe.__file__).parent
 # A unit (a module or a subpackage) may import only units in rows above its own.
 ROWS = (
+    {"interrupts"},
     {"numerics"},
     {"scheme"},
     {"backends"},

@@ -162,8 +162,8 @@ def _up(size, factor):
     return min(power, -(-size // 256) * 256)
 
 
-# How far the yardstick may be from the truth where activations are rounded to FP4. The first product
-# is not exact in either, so that some of its values take the next code in one of them.
+# How far the yardstick may be from the truth where activations are rounded to FP4. The first
+# product is not exact in either, so that some of its values take the next code in one of them.
 NEXT_CODES = 2**-3
 
 
