@@ -1,5 +1,6 @@
 """Conversation: several turns with a model, with the cache kept between them."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from jax_nvfp4_moe.inference.flat_model import flatten_model, restore_model
 from jax_nvfp4_moe.inference.generation import (
     NEW_STEP,
     PROMPT_STEP,
+    Sampling,
     State,
     decode_in_bursts,
     draw,
@@ -52,7 +54,8 @@ class Conversation:
           top_k: as for `generate`. Defaults to None.
           top_p: as for `generate`. Defaults to 1.
           stop_ids: as for `generate`. Defaults to none.
-          key: as for `generate`. Defaults to None.
+          key: as for `generate`. Each answer draws with a key of its own, and the first one as
+            `generate` does. Defaults to None.
 
         Raises:
           ValueError: an argument is out of range.
@@ -66,6 +69,7 @@ class Conversation:
         self.max_length, self.ids = max_length, np.zeros(0, np.int32)
         self._model, self._cache = model, None
         self._sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
+        self._answers = 0
 
     def check(self, text: Sequence[int]) -> None:
         """Check that a text can be answered.
@@ -119,10 +123,11 @@ class Conversation:
         count = np.asarray([len(ids) - held], np.int32)
         cache, self._cache = self._cache, None  # the arrays are donated: nobody may use them again
         model = flatten_model(self._model)
-        last = _extend(model, self._sampling, cache, new, count, room=round_up(room, NEW_STEP))
+        sampling = self._sample_next_answer()
+        last = _extend(model, sampling, cache, new, count, room=round_up(room, NEW_STEP))
         drawn: list[int] = []
         try:
-            for state, tokens in decode_in_bursts(model, self._sampling, last, room):
+            for state, tokens in decode_in_bursts(model, sampling, last, room):
                 last = state
                 drawn += tokens[0].tolist()
                 yield from drawn[-tokens.shape[1] :]
@@ -132,6 +137,14 @@ class Conversation:
                 # The last token was drawn but not yet run through the model: the cache lacks it.
                 self.ids = np.concatenate([ids, np.asarray(drawn[:-1], np.int32)])
                 self._cache = last.cache
+
+    def _sample_next_answer(self) -> Sampling:
+        """Return how the next answer is drawn: with a key that no other answer has."""
+        sampling, number = self._sampling, self._answers
+        self._answers += 1
+        if sampling.key is None or not number:
+            return sampling
+        return dataclasses.replace(sampling, key=jax.random.fold_in(sampling.key, number))
 
 
 @functools.partial(jax.jit, static_argnames="room", donate_argnames="cache")

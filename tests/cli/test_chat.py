@@ -130,6 +130,7 @@ def test_a_new_conversation_begins_as_the_first_one(tokenizer, tmp_path, monkeyp
     class Recorded:
         def __init__(self, model, **given):
             options.update(given)
+            self.max_length, self.ids = given["max_length"], ()
 
         def check(self, ids):
             assert len(ids)

@@ -116,6 +116,24 @@ def test_all_options_of_sampling_are_used():
         assert (one == other).all()
 
 
+def test_each_answer_has_its_own_noise():
+    """The same text gets another answer; the first answer is that of `generate`, and all repeat."""
+    model = nvfp4.load_model(MODELS["attention"], dtype=jnp.float32)
+    sampling = {"temperature": 2.0, "key": jax.random.key(3)}
+
+    def answers():
+        talk = Conversation(model, max_length=60, **sampling)
+        return [list(talk.answer(FIRST, 8)) for _ in range(3)]
+
+    first, second, third = answers()
+    assert first != second
+    assert second != third
+    prompt = jnp.asarray(FIRST)[None]
+    generated = nvfp4.generate(model, prompt, max_new_tokens=8, stop_ids=(), **sampling)
+    assert first == generated[0].tolist()
+    assert answers() == [first, second, third]
+
+
 def test_stops_and_room():
     model = nvfp4.load_model(MODELS["attention"], dtype=jnp.float32)
     free = list(Conversation(model, max_length=60).answer(FIRST, 8))
