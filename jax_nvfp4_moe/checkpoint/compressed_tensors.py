@@ -137,7 +137,7 @@ class _Group:
         self._require("input_activations", kind, f"type {_described(self._inputs)}")
         how = self._inputs.get("dynamic") or False, self._inputs.get("strategy")
         described = f"strategy {quoted(how[1])}, dynamic {quoted(how[0])}"
-        self._require("input_activations", how in _FP8_INPUTS, described)
+        self._require("input_activations", how in tuple(_FP8_INPUTS), described)
         return _FP8_INPUTS[how]
 
     def _fp8_blocks(self):

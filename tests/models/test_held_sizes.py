@@ -135,6 +135,16 @@ def test_an_odd_value_is_one_sentence(name, changes, message, tmp_path):
     assert found[0].isprintable()
 
 
+@pytest.mark.parametrize("key", ["strategy", "dynamic"])
+def test_a_list_in_place_of_a_word_of_fp8(key, tmp_path):
+    source = CHECKPOINTS / "qwen3_moe-ct-mixed"
+    section = read_config(source)["quantization_config"]
+    inputs = [group["input_activations"] for group in section["config_groups"].values()]
+    next(one for one in inputs if one and one["num_bits"] == 8)[key] = [1]
+    folder = copy_with_config(source, tmp_path / "m", quantization_config=section)
+    assert "is not supported for FP8" in problems(folder, inspect)[0]
+
+
 @pytest.mark.parametrize("share", [1e308, -1e308, "\x1b[2J", 0.0])
 def test_an_odd_share_of_mistral_4(share):
     config = given_config("mistral4-modelopt-w4a16")
