@@ -311,9 +311,8 @@ def _added_tokens(folder, values) -> dict[int, Any]:
     special = {text_of(one.token()) for one in texts}
     # transformers compares texts before it reads tokens in the older form, with a "__type"
     entries = [one for _, one in values[_EXTRA].each()] if _value(values, _EXTRA) else []
-    special |= {
-        text_of(one.token()) for one in entries if _is_text(one) or "__type" not in one.value
-    }
+    older = [isinstance(one.value, dict) and "__type" in one.value for one in entries]
+    special |= {text_of(one.token()) for one, skip in zip(entries, older, strict=True) if not skip}
     found = {}
     for text, index in read_json(folder, ADDED_TOKENS).items():
         if type(index) is not int or not 0 <= index < 2**31:

@@ -115,3 +115,11 @@ def test_files_that_are_no_text_or_too_large(load, tmp_path, name, monkeypatch):
     monkeypatch.setattr(text_file.read_text, "__defaults__", (100,))
     with pytest.raises(CheckpointError, match=r"\.json?' has more than 100 bytes|inja' has more"):
         load_tokenizer(tmp_path)
+
+
+def test_a_special_token_of_an_older_folder_is_no_number(load, tmp_path):
+    (tmp_path / "added_tokens.json").write_text("{}")
+    config = {"tokenizer_class": "GPT2Tokenizer", "additional_special_tokens": [3]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"additional_special_tokens\[0\]: expected text"):
+        load()
