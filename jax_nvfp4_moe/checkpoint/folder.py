@@ -14,6 +14,9 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.hub import fetch, parse_hub_name
 
 JSON_BYTES = 100_000_000  # the limit that the safetensors format sets for its header
+# Python takes 64 bytes and more for an empty object of three bytes. The header of a file with 300,000
+# tensors has about 3 million marks.
+JSON_MARKS = 5_000_000
 CONFIG = "config.json"
 TEXT_CONFIGS = ("text_config", "llm_config")
 
@@ -117,6 +120,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     Raises:
       ValueError: they are not. The message says why, and names repeated keys.
     """
+    marks = sum(map(raw.count, (b"{", b"[", b",")))
+    if marks > JSON_MARKS:
+        raise ValueError(f"{marks} braces, brackets and commas; expected at most {JSON_MARKS}")
     repeated: dict[str, None] = {}
     try:
         parsed = json.loads(

@@ -193,6 +193,10 @@ BAD_FILES = {
     "not JSON": (pack_file(b"{nope"), "not JSON"),
     "not UTF-8": (pack_file(b'{"\xff": 1}'), "not JSON"),
     "nested": (pack_file(b"[" * 100_000), "nested too deeply"),
+    "many objects": (
+        pack_file(b'{"a": [' + b"{}," * 3_000_000 + b"{}]}"),
+        "expected at most 5000000",
+    ),
     "long integer": (pack_file(b'{"a": ' + b"9" * 5000 + b"}"), "not JSON"),
     "an array": (pack_file([1, 2]), "expected a JSON object, got list"),
     "repeated name": (pack_file(b'{"a": 1, "a": 2}'), "repeated keys: 'a'"),
