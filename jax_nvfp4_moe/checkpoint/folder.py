@@ -14,8 +14,8 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.hub import fetch, parse_hub_name
 
 JSON_BYTES = 100_000_000  # the limit that the safetensors format sets for its header
-# Python takes 64 bytes and more for an empty object of three bytes. The header of a file with 300,000
-# tensors has about 3 million marks.
+# Python takes 64 bytes and more for an empty object of three bytes. A header of 300,000 tensors has
+# about 3 million marks.
 JSON_MARKS = 5_000_000
 CONFIG = "config.json"
 TEXT_CONFIGS = ("text_config", "llm_config")
