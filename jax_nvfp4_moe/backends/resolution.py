@@ -161,17 +161,6 @@ def log_scheme(checkpoint_scheme: Scheme, scheme: Scheme, why: str) -> None:
 
 
 @functools.cache
-def log_conversion(op: str, here: str, there: str) -> None:
-    """Log, once for each pair of layouts, that an op converts weights inside the trace."""
-    _LOG.info(
-        "%s converts weights from layout %s to %s on each call; call `prepare` to do it once",
-        op,
-        here,
-        there,
-    )
-
-
-@functools.cache
 def _log_backend(op, scheme, target, name, automatic):
     """Log the choice of a backend once; warn if an automatic choice is the slow reference."""
     if automatic and name == "reference" and op not in _PLAIN_OPS:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_nvfp4_moe.backends.conversion import report_conversion
 from jax_nvfp4_moe.backends.reference import round_activations, round_to
-from jax_nvfp4_moe.backends.resolution import log_conversion
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import MoEParams, check_moe_params
@@ -84,7 +84,8 @@ def moe_mlp(
     Args:
       x: tokens ``[t, h]``, bfloat16, float16 or float32; t may be 0.
       params: the `MoEParams` of the layer, canonical or as `prepare` returns them. If the layout is
-        not that of the chosen backend, each call converts the weights, and the log says so.
+        not that of the chosen backend, each call converts the weights, and a warning in the log
+        says so.
       expert_ids: integers ``[t, k]``. An id that is -1 or out of range contributes nothing.
       expert_weights: ``[t, k]`` of any float dtype, taken as float32.
       scheme: "checkpoint", a `Scheme` or its name. None (default) lets the weights and the device
@@ -130,14 +131,14 @@ def moe_mlp(
     check_moe_params(params)
     check_call(x, params, expert_ids, expert_weights, call)
     facts = {"dtype": x.dtype.name, "top_k": expert_ids.shape[1]}
+    name = "params" if plan is None else "module.params"
     if plan is None:
         declared = find_checkpoint_scheme(params)
         how = {"checkpoint_scheme": declared, "scheme": scheme, "target": target}
         plan = plan_experts(params, **how, backend=backend, activation=call.name, **facts)
     else:
         plan.check(num_experts=params.num_experts, **facts)
-    if params.layout != plan.layout:
-        log_conversion("moe_mlp", params.layout, plan.layout)
+    report_conversion("moe_mlp", params.layout, plan, name)
     params = in_float32(params.to_layout(plan.layout))
     if plan.scheme is not Scheme.W4A4:  # kernels read input scales under w4a4 only
         params = dataclasses.replace(params, gate_up_input_scale=None, down_input_scale=None)
