@@ -138,8 +138,7 @@ class RoutedExperts(nnx.Module):
             how = {"interleaved": options.activation.row.interleaved}
             divided = expert_layout(params, expert_mesh, **how)
             params = shard_experts(params, expert_mesh, layout=layout, **how)
-        self.params = NVFP4Param(params)
-        mark(self.params, divided)
+        self.params = mark(NVFP4Param(params), divided)
         self.slots: ExpertSlots | None = nnx.data(None)
 
     def __call__(
@@ -157,7 +156,11 @@ class RoutedExperts(nnx.Module):
 
         Returns:
           ``[..., h]`` in the module's dtype.
+
+        Raises:
+          ValueError: a shape is wrong, or the weights were taken from a module on another mesh.
         """
+        self._check_order()
         with jax.named_scope("experts"):
             run, params = self._op(), self.params.get_value()
             if self.expert_mesh is not None:
@@ -182,6 +185,21 @@ class RoutedExperts(nnx.Module):
         record(self, RoutedTokens(x, expert_ids, expert_weights, y))
         return y
 
+    def _check_order(self):
+        """Check that the rows of the weights are in the order of this module's mesh.
+
+        `nnx.merge` and `nnx.update` also accept the state of a module on another mesh.
+        """
+        layout = find_layout(self.params)
+        stored = 1 if layout is None else layout.shards
+        shards = 1 if self.expert_mesh is None else self.expert_mesh.tensor
+        if stored != shards:
+            raise ValueError(
+                f"params: expected experts that are divided into {shards} parts along 'tensor', as "
+                f"on the mesh of this module; got {stored} parts, from a module on another mesh. "
+                "Save that module with `nvfp4.save`, and `nvfp4.restore` converts its weights"
+            )
+
     def _op(self) -> Callable:
         """Return the op to run: ``(x [t, h], params, ids [t, k], weights [t, k]) -> [t, h]``."""
         raise NotImplementedError
@@ -194,8 +212,7 @@ class RoutedExperts(nnx.Module):
             like the old ones.
         """
         divided = find_layout(self.params)
-        self.params = NVFP4Param(params)
-        mark(self.params, divided)
+        self.params = mark(NVFP4Param(params), divided)
 
 
 class NVFP4Experts(RoutedExperts):

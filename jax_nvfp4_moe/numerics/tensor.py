@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
-from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, from_layout, to_layout
+from jax_nvfp4_moe.numerics.layouts import (
+    CANONICAL,
+    find_layout,
+    from_layout,
+    name_of_bytes,
+    to_layout,
+)
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, check_blocks, decode_scale, dequantize, divide
 from jax_nvfp4_moe.numerics.nvfp4 import quantize as quantize_arrays
 
@@ -22,7 +28,6 @@ _OUTPUTS_FIRST = (
 )
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NVFP4Tensor:
     """Matrices in NVFP4: ``w[..., n, k] = code * (block_scale * global_scale)``.
@@ -30,6 +35,10 @@ class NVFP4Tensor:
     In the canonical layout the arrays have the shapes below. Another layout permutes bytes inside
     `packed` and `block_scale`, and may pad rows and columns. The constructor checks nothing, so
     that tree operations may store any leaf in the fields; `from_packed` checks dtypes and shapes.
+
+    The layout is part of the paths of the arrays in a pytree, such as ``.packed_cpu_16x16``. A
+    checkpointer then refuses to restore bytes into another layout. The paths of a canonical tensor
+    are the plain names of its fields.
 
     Attributes:
       packed: uint8 ``[..., n, k/2]``, two E2M1 codes per byte, with the even column in the low
@@ -183,6 +192,39 @@ class NVFP4Tensor:
         if scale.ndim == self.packed.ndim - 2:
             return scale[..., None, None]
         return jnp.repeat(scale, self.shape[-2] // scale.shape[-1], axis=-1)[..., None]
+
+
+_ARRAYS = ("packed", "block_scale", "global_scale", "global_divisor")
+
+
+def array_names(tensor: NVFP4Tensor) -> tuple[str, ...]:
+    """Return the name of each array of a tensor in the path of a pytree.
+
+    Shapes of different layouts are often equal, and other checkpointers than `nvfp4.save` do not
+    store static fields. They compare names, so the names tell which bytes the arrays hold. The
+    global scale has such a name too. A partial restore then takes either the whole tensor or
+    nothing.
+    """
+    suffix = name_of_bytes(tensor.layout, tensor.rows, tensor.columns)
+    return tuple(name + suffix for name in _ARRAYS)
+
+
+def _arrays(tensor):
+    """Return the arrays of a tensor, and its static fields."""
+    static = (tensor.layout, tensor.rows, tensor.columns)
+    return tuple(getattr(tensor, name) for name in _ARRAYS), static
+
+
+def _named_arrays(tensor):
+    """Return the arrays of a tensor with their keys, and its static fields."""
+    arrays, static = _arrays(tensor)
+    keys = map(jax.tree_util.GetAttrKey, array_names(tensor))
+    return tuple(zip(keys, arrays, strict=True)), static
+
+
+jax.tree_util.register_pytree_with_keys(
+    NVFP4Tensor, _named_arrays, lambda static, arrays: NVFP4Tensor(*arrays, *static), _arrays
+)
 
 
 class _ExpertSizes:

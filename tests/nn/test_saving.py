@@ -317,3 +317,19 @@ def test_tensors_know_their_layout_in_a_tree():
     params = experts(4, 64, 32)
     flipped = dataclasses.replace(params.down, layout="cpu_16x16")
     assert jax.tree.structure(params.down) != jax.tree.structure(flipped)
+
+
+def test_folders_of_earlier_versions_are_read(tmp_path):
+    """The names of arrays in a folder do not depend on layouts, as the paths of a pytree do."""
+    small = {"num_experts": 2, "hidden": 64, "intermediate": 64}
+    moe = NVFP4MoE(**small, top_k=1, params=experts(*small.values()), rngs=nnx.Rngs(0))
+    save(tmp_path / "m", moe)
+    record = json.loads((tmp_path / "m" / LAYOUTS).read_text())
+    expected = {
+        f"experts/params.{weight}.{name}"
+        for weight in ("gate_up", "down")
+        for name in ("packed", "block_scale", "global_scale")
+    }
+    scales = {"experts/params.gate_up_input_scale", "experts/params.down_input_scale"}
+    assert record["arrays"].keys() == expected | scales | {"router_weight"}
+    assert moe.experts.params.get_value().layout != "canonical"
