@@ -4,12 +4,14 @@ NVFP4 weights are either in the canonical layout or in the layout of a kernel.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_nvfp4_moe.numerics.arguments import as_array
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.layouts import (
     CANONICAL,
@@ -18,6 +20,7 @@ from jax_nvfp4_moe.numerics.layouts import (
     name_of_bytes,
     to_layout,
 )
+from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, check_blocks, decode_scale, dequantize, divide
 from jax_nvfp4_moe.numerics.nvfp4 import quantize as quantize_arrays
 
@@ -105,8 +108,8 @@ class NVFP4Tensor:
           >>> tensor.dequantize()[0, :2].tolist()
           [0.5, 0.5]
         """
-        packed, block_scale = jnp.asarray(packed), jnp.asarray(block_scale)
-        global_scale = jnp.asarray(global_scale, jnp.float32)
+        packed, block_scale = as_array("packed", packed), as_array("block_scale", block_scale)
+        global_scale = as_array("global_scale", global_scale).astype(jnp.float32)
         _check_dtype("packed", packed, jnp.uint8)
         _check_dtype("block_scale", block_scale, jnp.float8_e4m3fn)
         check_blocks("packed, counted in codes", (*packed.shape[:-1], 2 * packed.shape[-1]))
@@ -432,7 +435,10 @@ def quantize(x, global_scale=None) -> NVFP4Tensor:
       An `NVFP4Tensor` ``[..., n, k]`` in the canonical layout.
 
     Raises:
-      ValueError: if `x` has fewer than two axes, or k is not a multiple of 16.
+      TypeError: if `x` or `global_scale` is no array.
+      ValueError: if `x` has fewer than two axes, or k is not a multiple of 16. Also if the function
+        is differentiated with respect to `x` or `global_scale`; the message says how to write a
+        straight-through gradient.
 
     Example:
       >>> import jax
@@ -447,9 +453,26 @@ def quantize(x, global_scale=None) -> NVFP4Tensor:
 
     Source: NVIDIA ModelOpt's NVFP4 export; the result has the same bits.
     """
-    return _quantize(jnp.asarray(x), global_scale)
+    x = as_array("x", x)
+    check_blocks("x", x.shape)
+    if global_scale is not None:
+        global_scale, lead = as_array("global_scale", global_scale), x.shape[:-2]
+        if not _broadcasts(global_scale.shape, lead):
+            raise ValueError(
+                f"global_scale: expected a shape that broadcasts to {lead}, the matrices of x; "
+                f"got {global_scale.shape}"
+            )
+    return _quantize(x, global_scale)
 
 
+def _broadcasts(shape, wanted):
+    """Return whether an array of `shape` can be broadcast to the shape `wanted`."""
+    return len(shape) <= len(wanted) and all(
+        own in (1, other) for own, other in zip(shape[::-1], wanted[::-1], strict=False)
+    )
+
+
+@functools.partial(not_differentiable, "quantize")
 @jax.jit
 def _quantize(x, global_scale):  # without jit, XLA would compile each operation on its own
     return NVFP4Tensor(*quantize_arrays(x, global_scale))
@@ -474,6 +497,7 @@ def quantize_experts(gate, up, down) -> MoEParams:
       `MoEParams` in the canonical layout, without input scales and biases.
 
     Raises:
+      TypeError: if an argument is no array.
       ValueError: if the shapes disagree, or h or i is not a multiple of 16.
 
     Example:
@@ -488,8 +512,12 @@ def quantize_experts(gate, up, down) -> MoEParams:
 
     Source: global scales follow NVIDIA ModelOpt's NVFP4 export.
     """
-    up, down = jnp.asarray(up), jnp.asarray(down)
-    halves = [up] if gate is None else [jnp.asarray(gate), up]
+    up, down = as_array("up", up), as_array("down", down)
+    halves = [up] if gate is None else [as_array("gate", gate), up]
+    if down.ndim != 3:
+        raise ValueError(
+            f"down: expected three axes, [experts, outputs, inputs]; got shape {down.shape}"
+        )
     for name, array, shape in (
         ("up", up, (*down.shape[:1], *down.shape[:0:-1])),
         ("gate", halves[0], up.shape),

@@ -7,10 +7,12 @@ from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.attention import attend, attend_to_latents
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
+@check_arguments
 def attention(
     q: Float[Array, "b t n d"],
     k: Float[Array, "b m s d"],

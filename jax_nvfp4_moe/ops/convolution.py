@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends import convolution as reference
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
@@ -16,6 +17,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 _FEW_TOKENS = 8
 
 
+@check_arguments
 def causal_convolution(
     x: Float[Array, "b t n"],
     positions: Int[Array, "b t"],

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends import heads as reference
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.causal_attention import check_scales
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
@@ -14,6 +15,7 @@ from jax_nvfp4_moe.scheme import Problem, Target
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
+@check_arguments
 def prepare_heads(
     qkv: Float[Array, "b t w"],
     positions: Int[Array, "b t"],

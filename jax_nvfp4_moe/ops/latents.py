@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends import latents as reference
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
@@ -13,6 +14,7 @@ from jax_nvfp4_moe.scheme import Problem, Target
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
+@check_arguments
 def prepare_latents(
     down: Float[Array, "b t w"],
     positions: Int[Array, "b t"],

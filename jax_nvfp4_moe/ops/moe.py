@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from jax_nvfp4_moe.backends.conversion import report_conversion
 from jax_nvfp4_moe.backends.reference import round_activations, round_to
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import MoEParams, check_moe_params
 from jax_nvfp4_moe.ops.dense import precision_for
@@ -32,9 +33,14 @@ def check_dtype(dtype) -> jnp.dtype:
     Raises:
       ValueError: if it is not bfloat16, float16 or float32.
     """
-    if jnp.dtype(dtype).name not in DTYPES:
-        raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {jnp.dtype(dtype).name}")
-    return jnp.dtype(dtype)
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        got = repr(dtype) if found is None else found.name
+        raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {got}")
+    return found
 
 
 def check_activations(name, x):
@@ -51,6 +57,7 @@ def check_activations(name, x):
         raise ValueError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {x.dtype.name}")
 
 
+@check_arguments
 def moe_mlp(
     x: Float[Array, "t h"],
     params: MoEParams,

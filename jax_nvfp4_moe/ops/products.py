@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.conversion import report_conversion
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.gradient import with_product_gradient
@@ -34,13 +35,18 @@ def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
         plan.check(dtype=x.dtype.name, num_experts=e)
     report_conversion(op, weight.layout, plan, name)
     if input_scale is not None:
-        input_scale = jnp.broadcast_to(jnp.asarray(input_scale, jnp.float32), (e,))
+        input_scale = jnp.asarray(input_scale, jnp.float32)
+        if input_scale.shape not in ((), (1,), (e,)):
+            shapes = "one number" if op == "linear" else f"one number or shape {(e,)}"
+            raise ValueError(f"input_scale: expected {shapes}, got shape {input_scale.shape}")
+        input_scale = jnp.broadcast_to(input_scale, (e,))
     run = with_product_gradient(functools.partial(plan.lower, scheme=plan.scheme))
     bias = None if bias is None else bias.astype(jnp.float32)
     sizes = None if group_sizes is None else group_sizes.astype(jnp.int32)
     return run(x, weight.to_layout(plan.layout), sizes, input_scale, bias)
 
 
+@check_arguments
 def grouped_gemm(
     x: Float[Array, "m k"],
     weight: NVFP4Tensor,
@@ -112,6 +118,7 @@ def grouped_gemm(
     return _product("grouped_gemm", x, weight, group_sizes, input_scale, None, None, requested)
 
 
+@check_arguments
 def linear(
     x: Float[Array, "... k"],
     weight: NVFP4Tensor,

@@ -11,12 +11,14 @@ from jax_nvfp4_moe.backends.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
+@check_arguments
 def gated_delta_step(
     projected: Float[Array, "b 1 n"],
     positions: Int[Array, "b 1"],
@@ -123,6 +125,7 @@ def gated_delta_step(
     return _run("gated_delta_step", mix_gated_delta, tokens, weights, options, how)
 
 
+@check_arguments
 def kimi_delta_step(
     projected: Float[Array, "b 1 m"],
     decays: Float[Array, "b 1 nd"],
@@ -236,6 +239,7 @@ def kimi_delta_step(
     return _run("kimi_delta_step", mix_kimi_delta, tokens, weights, options, how)
 
 
+@check_arguments
 def mamba2_step(
     projected: Float[Array, "b 1 m"],
     positions: Int[Array, "b 1"],
