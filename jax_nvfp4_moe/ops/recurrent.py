@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_nvfp4_moe.backends.attention import narrow_positions
 from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.backends.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
@@ -120,7 +121,7 @@ def gated_delta_step(
     )
     weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias, "norm": norm}
     options = {"interleaved": interleaved, "eps": eps}
-    tokens = (projected, positions.astype(jnp.int32), inputs, state, rates)
+    tokens = (projected, narrow_positions(positions), inputs, state, rates)
     how = target or Target.current(), backend, (d, e)
     return _run("gated_delta_step", mix_gated_delta, tokens, weights, options, how)
 
@@ -234,7 +235,7 @@ def kimi_delta_step(
     )
     weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias, "norm": norm}
     options = {"lower_bound": lower_bound, "eps": eps}
-    tokens = (projected, positions.astype(jnp.int32), inputs, state, decays, gates, rates)
+    tokens = (projected, narrow_positions(positions), inputs, state, decays, gates, rates)
     how = target or Target.current(), backend, (d, e)
     return _run("kimi_delta_step", mix_kimi_delta, tokens, weights, options, how)
 
@@ -347,7 +348,7 @@ def mamba2_step(
     weights = {"conv_weight": conv_weight, "conv_bias": conv_bias, "A_log": A_log}
     weights |= {"dt_bias": dt_bias, "D": D, "norm": norm}
     options = {"activation": call, "step_limits": step_limits, "eps": eps}
-    tokens = (projected, positions.astype(jnp.int32), inputs, state)
+    tokens = (projected, narrow_positions(positions), inputs, state)
     how = target or Target.current(), backend, (n, p)
     return _run("mamba2_step", mix_mamba2, tokens, weights, options, how)
 
