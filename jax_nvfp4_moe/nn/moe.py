@@ -358,7 +358,7 @@ class NVFP4MoE(nnx.Module):
           ValueError: the width of `x` is not h. Or the block has `token_experts`, and `token_ids`
             is None or has another shape.
         """
-        check_tokens("x", x, self.router_weight.get_value().shape[-1])
+        self._check_tokens(x)
         with jax.named_scope("router"):
             given = self._find_experts(x, token_ids)
             rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
@@ -378,6 +378,11 @@ class NVFP4MoE(nnx.Module):
             ids, weights = run((rows, given), *values)
             lead = (*x.shape[:-1], self.router.top_k)
             return ids.reshape(lead), weights.reshape(lead)
+
+    def _check_tokens(self, x):
+        """Check that `x` is an array of tokens ``[..., h]``."""
+        router_weight: Any = self.router_weight.get_value()
+        check_tokens("x", x, router_weight.shape[-1])
 
     def _find_experts(self, x, token_ids):
         """Return the experts of the tokens ``[t, k]``, or None if the router chooses them."""
@@ -424,7 +429,7 @@ class NVFP4MoE(nnx.Module):
           TypeError: `x` is no array.
           ValueError: the width of `x` is not h. Also the errors of `route`.
         """
-        check_tokens("x", x, self.router_weight.get_value().shape[-1])
+        self._check_tokens(x)
         x = x.astype(self.dtype)
         chosen = self.route(x) if token_ids is None else self.route(x, token_ids)
         own = x

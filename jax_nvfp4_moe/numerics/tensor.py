@@ -225,9 +225,12 @@ def _named_arrays(tensor):
     return tuple(zip(keys, arrays, strict=True)), static
 
 
-jax.tree_util.register_pytree_with_keys(
-    NVFP4Tensor, _named_arrays, lambda static, arrays: NVFP4Tensor(*arrays, *static), _arrays
-)
+def _join(static, arrays) -> NVFP4Tensor:
+    """Return the tensor of these static fields and arrays; undo `_arrays`."""
+    return NVFP4Tensor(*arrays, *static)
+
+
+jax.tree_util.register_pytree_with_keys(NVFP4Tensor, _named_arrays, _join, _arrays)
 
 
 class _ExpertSizes:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.attention import (
@@ -199,7 +199,7 @@ _EXCHANGED = "If k and v are [b, s, m, d], pass k.swapaxes(1, 2) and v.swapaxes(
 
 def _check_known(positions, s):
     """Raise a ValueError where a query that is known outside of a trace has no key of its own."""
-    if isinstance(positions, jax.core.Tracer) or not isinstance(s, int):
+    if isinstance(positions, Tracer) or not isinstance(s, int):
         return
     if not getattr(positions, "is_fully_addressable", True):  # other processes have a part
         return

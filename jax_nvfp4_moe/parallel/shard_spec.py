@@ -9,7 +9,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,10 +129,7 @@ def join_layouts(
     return ShardLayout("rows", tuple(segments), shards)
 
 
-Marked = TypeVar("Marked", nnx.Variable, None)
-
-
-def mark(variable: Marked, layout: ShardLayout | None) -> Marked:
+def mark(variable: Any, layout: ShardLayout | None) -> Any:
     """Return a variable that stores how its global array is divided.
 
     Args:
