@@ -141,6 +141,13 @@ class Target:
                 "compute_capability: expected a pair such as (9, 0) with platform 'cuda' and None "
                 f"with any other; got {self.compute_capability} with {self.platform!r}"
             )
+        pair = self.compute_capability
+        if pair is not None and not (
+            isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(n, int) for n in pair)
+        ):
+            raise ValueError(
+                f"compute_capability: expected a pair of integers such as (9, 0), got {pair!r}"
+            )
 
     @classmethod
     def current(cls) -> "Target":
@@ -198,19 +205,30 @@ def choose_scheme(
       ValueError: if `requested_scheme` is unknown, or is "w4a4" and the checkpoint has no input
         scales.
     """
-    checkpoint_scheme = Scheme(checkpoint_scheme)
+    checkpoint_scheme = find_scheme("checkpoint_scheme", checkpoint_scheme)
     if requested_scheme == CHECKPOINT:
-        return checkpoint_scheme, f"the checkpoint declares {checkpoint_scheme}"
+        return checkpoint_scheme, f"the weights are declared {checkpoint_scheme}"
     if requested_scheme is not None:
         return _as_asked(checkpoint_scheme, requested_scheme)
     if checkpoint_scheme is Scheme.W4A16:
-        return Scheme.W4A16, "the checkpoint quantizes weights only"
+        return Scheme.W4A16, "only the weights are quantized, and not the activations"
     if target.has_fp4_tensor_cores:
-        return Scheme.W4A4, f"the checkpoint declares w4a4 and {target} has FP4 tensor cores"
+        return Scheme.W4A4, f"the weights are declared w4a4 and {target} has FP4 tensor cores"
     return Scheme.W4A16, (
         f"{target} has no FP4 tensor cores, so weight-only is at least as accurate and faster; "
         "ask for scheme='w4a4' or 'checkpoint' to round activations to FP4"
     )
+
+
+def find_scheme(name: str, value: Scheme | str) -> Scheme:
+    """Return the `Scheme` of an argument that is called `name`.
+
+    Raises:
+      ValueError: there is no such scheme.
+    """
+    if value not in list(Scheme):
+        raise ValueError(f"{name}: expected one of {[str(one) for one in Scheme]}, got {value!r}")
+    return Scheme(value)
 
 
 def rounds_to_fp8(requested_scheme: Scheme | str | None, target: Target) -> bool:
@@ -294,6 +312,11 @@ class Device:
         return self.low <= (problem.target.compute_capability or (0, 0)) < self.high
 
 
+def does_not_implement(op: str) -> str:
+    """Return the reason against a backend of other ops, which tables for users leave out."""
+    return f"does not implement {op}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Capability:
     """What a backend accepts. A field with its default value accepts everything that it can.
@@ -325,7 +348,7 @@ class Capability:
     def reason_against(self, p: Problem) -> str | None:
         """Return in words why this backend cannot run the problem `p`; None if it can."""
         if p.op not in self.ops:  # the most frequent reason, which needs no other text
-            return f"does not implement {p.op}"
+            return does_not_implement(p.op)
         missing = dict(p.unavailable).get(self.extension or "")
         extent, most, widths = max(p.hidden, p.intermediate), self.max_extent, self.head_widths
         each = widths if isinstance(widths, tuple) else (widths,) * len(p.head_widths)
@@ -448,7 +471,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The result of `explain`: a scheme, a backend and all reasons. It prints as a table.
+    """The result of `explain`: a scheme, a backend and all reasons.
+
+    It prints as a table, which leaves out the backends of other ops.
 
     Attributes:
       scheme: the chosen `Scheme`, or None for an op without a scheme.
@@ -481,13 +506,16 @@ class Choice:
         lines = [f"scheme   {self.scheme}{f': {self.why}' if self.why else ''}"]
         lines.append(f"backend  {self.backend}{target}")
         lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        other = None if self.problem is None else does_not_implement(self.problem.op)
+        lines += [
+            f"  not {name}: {reason}" for name, reason in self.reasons.items() if reason != other
+        ]
         lines += [f"  {path}: {c.scheme}, {c.backend}" for path, c in self.modules]
         return "\n".join(lines)
 
 
 class NoBackendError(ValueError):
-    """No backend can run a problem; the message lists every backend with its reason.
+    """No backend can run a problem; the message lists every backend of the op with its reason.
 
     Example:
       >>> import jax.numpy as jnp

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device
@@ -26,6 +26,18 @@ _REFERENCE_QUERIES = 512
 # scores of one block and key head take 2 MiB in float32, which is about the size of a core's
 # caches. Blocks of 256 queries or of 1024 keys take more CPU time.
 QUERIES, _KEYS = 128, 512
+
+
+def narrow_positions(positions: Int[Array, "b t"]) -> Int32[Array, "b t"]:
+    """Return positions of any integer dtype as int32.
+
+    A plain cast would wrap around: the position ``2**32`` would become 0. A position that does not
+    fit stays below 0, or at `PADDING` or later.
+    """
+    if positions.dtype.itemsize < 4 or positions.dtype.name == "int32":
+        return positions.astype("int32")
+    lowest = 0 if positions.dtype.kind == "u" else -1
+    return positions.clip(lowest, jnp.iinfo(jnp.int32).max).astype("int32")
 
 
 def widen(x: Float[Array, "b m s d"], scale: Float[Array, " m"] | None, dtype: Any):
@@ -59,7 +71,8 @@ def attend(
     k, v = widen(k, k_scale, q.dtype), widen(v, v_scale, q.dtype)
 
     def attend_block(q, positions):
-        return _attend_to_all(q, k, v, positions, sinks, scale, window, chunk)
+        y = _attend_to_all(q, k, v, positions, sinks, scale, window, chunk)
+        return _without_negative(y, positions)
 
     if positions.shape[1] <= _REFERENCE_QUERIES:
         return attend_block(q, positions)
@@ -173,7 +186,13 @@ def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk, scales=(No
     y = jnp.zeros((*rows, v.shape[-1]), jnp.float32)
     _, total, y = lax.fori_loop(first, last, add_block, (largest, total, y))
     # A block of padding alone visits no key. Its sum is 0, and 0 / 0 would be NaN.
-    return ungroup(y / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None], q)
+    y = ungroup(y / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None], q)
+    return _without_negative(y, positions)
+
+
+def _without_negative(y, positions):
+    """Return results ``[b, t, n, dv]`` with zeros for queries below position 0, as kernels do."""
+    return jnp.where((positions >= 0)[:, :, None, None], y, jnp.zeros((), y.dtype))
 
 
 def _visible_blocks(positions, s, window, chunk):

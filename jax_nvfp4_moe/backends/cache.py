@@ -13,7 +13,7 @@ def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d
     Args:
       entries: cache entries ``[b, m, s, d]`` by name, or None without a cache.
       positions: position of each token, int32 ``[b, t]``, all different in a row. Tokens at
-        positions of s or more are dropped.
+        positions below 0 and of s or more are dropped.
       **new: arrays to write by name, ``[b, t, m, d]``.
 
     Returns:

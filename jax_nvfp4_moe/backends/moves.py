@@ -83,8 +83,8 @@ def write_tokens(
     Args:
       entries: keys or values in the cache, of any dtype. If the caller donates the array, it is
         changed in place.
-      positions: position of each token, 0 or more, all different in a row. Tokens at positions of s
-        or more are dropped.
+      positions: position of each token, all different in a row. Tokens at positions below 0 and of
+        s or more are dropped.
       values: keys or values of the new tokens, in the dtype of `entries`.
     """
     return _run("write_tokens", _write_tokens, entries, positions, values)
@@ -101,7 +101,8 @@ def _write_tokens(entries, positions, values):
     # entries.
     rows, heads = jnp.arange(len(entries)), jnp.arange(entries.shape[1])
     place = entries.at[rows[:, None, None], heads, positions[:, :, None]]
-    return place.set(values, mode="drop", unique_indices=True)
+    # JAX would take a negative index for one that counts from the end.
+    return place.set(values, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
 def _write_tokens_cpu(entries, positions, values):

@@ -16,6 +16,8 @@ from jax_nvfp4_moe.scheme import (
     Scheme,
     Target,
     choose_scheme,
+    does_not_implement,
+    find_scheme,
 )
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
@@ -88,7 +90,7 @@ def resolve(
     """
     why = ""
     if checkpoint_scheme is not None:
-        checkpoint_scheme = Scheme(checkpoint_scheme)
+        checkpoint_scheme = find_scheme("checkpoint_scheme", checkpoint_scheme)
         scheme, why = choose_scheme(checkpoint_scheme, requested_scheme, problem.target)
         problem = dataclasses.replace(problem, scheme=scheme)
         if requested_scheme is None:
@@ -132,17 +134,26 @@ def choose_backend(
         for all.
 
     Raises:
-      NoBackendError: if none accepts it; the message lists every backend and its reason.
+      NoBackendError: if none accepts it; the message lists every backend of the op and its reason.
       ValueError: if there is no backend with one of `names`.
     """
     records = {backend.name: backend for backend in backends}
     for name in names or ():
         if name not in records:
-            raise ValueError(f"backend: expected one of {list(records)}, got {name!r}")
+            able = [name for name, one in records.items() if problem.op in one.can.ops]
+            raise ValueError(f"backend: expected one of {able}, got {name!r}")
     for name in names or records:
         if records[name].can.reason_against(problem) is None:
             return records[name]
-    reasons = reasons_against(problem, backends)
+    ops = sorted({op for backend in backends for op in backend.can.ops})
+    if problem.op not in ops:
+        raise NoBackendError(f"op: expected one of {', '.join(ops)}; got {problem.op!r}")
+    other = does_not_implement(problem.op)
+    reasons = {
+        name: why
+        for name, why in reasons_against(problem, backends).items()
+        if why != other or name in (names or ())
+    }
     asked = " or ".join(map(repr, names or ()))
     wanted = f"backend {asked} cannot run" if names else "no backend can run"
     lines = "\n".join(f"  {name}: {why or 'could run it'}" for name, why in reasons.items())
@@ -157,18 +168,7 @@ def reasons_against(problem: Problem, backends: Sequence[Backend]) -> dict[str, 
 @functools.cache
 def log_scheme(checkpoint_scheme: Scheme, scheme: Scheme, why: str) -> None:
     """Log the choice of a scheme, once for each distinct choice."""
-    _LOG.info("scheme %s for a %s checkpoint: %s", scheme, checkpoint_scheme, why)
-
-
-@functools.cache
-def log_conversion(op: str, here: str, there: str) -> None:
-    """Log, once for each pair of layouts, that an op converts weights inside the trace."""
-    _LOG.info(
-        "%s converts weights from layout %s to %s on each call; call `prepare` to do it once",
-        op,
-        here,
-        there,
-    )
+    _LOG.info("scheme %s for weights declared %s: %s", scheme, checkpoint_scheme, why)
 
 
 @functools.cache

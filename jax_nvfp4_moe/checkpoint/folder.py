@@ -5,6 +5,7 @@ resolved first and must lie in the folder. Nothing from the folder is executed.
 """
 
 import json
+import os
 import pathlib
 import stat
 from collections.abc import Mapping
@@ -25,8 +26,11 @@ def expand_home(path: str | pathlib.Path) -> pathlib.Path:
     """Return the path that a user named, with a leading ``~`` or ``~name`` expanded.
 
     Raises:
+      TypeError: it is no path.
       ValueError: the system has no user of that name.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: expected a str or a pathlib.Path, got {type(path).__name__}")
     try:
         return pathlib.Path(path).expanduser()
     except RuntimeError as error:

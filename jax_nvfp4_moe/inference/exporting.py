@@ -82,6 +82,8 @@ def load_exported(serialized: bytes | bytearray) -> jax.export.Exported:
 
     Raises:
       NoBackendError: this installation lacks kernels that the program calls; lists all of them.
+      TypeError: `serialized` is not bytes.
+      ValueError: `serialized` is no exported program.
       ImportError: flatbuffers is not installed; the extra "export" installs it.
 
     Example:
@@ -99,7 +101,17 @@ def load_exported(serialized: bytes | bytearray) -> jax.export.Exported:
 
     Source: https://docs.jax.dev/en/latest/export/export.html.
     """
-    exported = jax.export.deserialize(bytearray(serialized))
+    if not isinstance(serialized, bytes | bytearray):
+        raise TypeError(f"serialized: expected bytes, got {type(serialized).__name__}")
+    try:
+        exported = jax.export.deserialize(bytearray(serialized))
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # flatbuffers has no class of its own for bytes of another kind
+        raise ValueError(
+            f"serialized: expected the bytes of a program that `jax.export` wrote, got "
+            f"{len(serialized)} other bytes ({error})"
+        ) from None
     called = set(re.findall(rb"nvfp4_\w+", exported.mlir_module_serialized))
     needed = {name: part for name, part in _extensions().items() if name.encode() in called}
     reasons = dict(_ffi.missing(tuple(sorted(set(needed.values())))))

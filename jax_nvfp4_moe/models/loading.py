@@ -59,6 +59,7 @@ from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.ops.moe import DTYPES
 from jax_nvfp4_moe.parallel import DISPATCHES
+from jax_nvfp4_moe.parallel.dispatch import check_platform
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, find_expert_mesh
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
@@ -466,8 +467,7 @@ def _check_dispatch(dispatch, expert_mesh, target):
             f"dispatch: expected a mesh with an axis '{EXPERT}' for {dispatch!r}, which divides "
             f"tokens along that axis; got {axes}. Pass mesh=, or leave dispatch at 'psum'"
         )
-    if dispatch == "ragged" and target.platform == "cpu":
-        raise ValueError("dispatch: expected GPUs for 'ragged', got CPUs; use 'all_to_all'")
+    check_platform(dispatch, target)
 
 
 def _read_config(checkpoint: Checkpoint) -> tuple[Architecture, Any]:

@@ -230,9 +230,7 @@ class Builder:
         )
 
         def construct(values):
-            made = kind(values[""])
-            mark(made, spec and spec.layout(shape[0], self.shards))
-            return made
+            return mark(kind(values[""]), spec and spec.layout(shape[0], self.shards))
 
         return self._note(path, {"": source}, construct, {"": spec})
 
@@ -261,8 +259,7 @@ class Builder:
                 spec and spec.layout(n, self.shards)
                 for n, spec in zip(rows.values(), specs.values(), strict=True)
             ]
-            mark(made, join_layouts(found, rows.values()))
-            return made
+            return mark(made, join_layouts(found, rows.values()))
 
         return self._note(path, sources, construct, specs)
 
@@ -283,7 +280,7 @@ class Builder:
         def construct(values):
             weight = 1 + values[""] if centered else values[""]
             made = RMSNorm(weight, eps, self.settings.target)
-            mark(made.weight, spec and spec.layout(width, self.shards))
+            made.weight = mark(made.weight, spec and spec.layout(width, self.shards))
             return made
 
         return self._note(path, {"": source}, construct, {"": spec})
@@ -360,8 +357,8 @@ class Builder:
                     for n, spec in zip(widths, map(specs.get, names), strict=True)
                 ]
                 inner = made.linear if isinstance(made, ScaledLinear) else made
-                for variable in (inner.weight, inner.bias):
-                    mark(variable, join_layouts(found, widths))
+                layout = join_layouts(found, widths)
+                inner.weight, inner.bias = mark(inner.weight, layout), mark(inner.bias, layout)
                 linears["_".join(names)] = made
             return MergedLinear(**linears)
 
@@ -391,7 +388,8 @@ class Builder:
         def make(values):
             made = construct(values[""])
             for name, spec in specs.items():
-                mark(made.scales[name], spec and spec.layout(heads[name], self.shards))
+                layout = spec and spec.layout(heads[name], self.shards)
+                made.scales[name] = mark(made.scales[name], layout)
             return made
 
         return self._note(path, {"": source}, make, {"": specs})

@@ -7,11 +7,12 @@ from jaxtyping import Array, Float
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
+from jax_nvfp4_moe.parallel.divided_variable import DividedVariable
 from jax_nvfp4_moe.parallel.expert_mesh import first_shard_only
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, Target, rounds_to_fp8
 
 
-class NVFP4Param(nnx.Variable):
+class NVFP4Param(DividedVariable, nnx.Variable):
     """A variable that holds frozen weights: quantized matrices, their scales, and routed experts.
 
     The value is an `NVFP4Tensor`, `MoEParams`, `DenseExperts`, an `FP8Tensor` or a float32 scale.

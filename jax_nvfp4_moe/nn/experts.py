@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jax_nvfp4_moe.backends.resolution import resolve_again
 from jax_nvfp4_moe.nn.dense import NVFP4Param, find_activation_scaling
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.numerics.activations import ActivationCall
+from jax_nvfp4_moe.numerics.arguments import check_kind
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, check_moe_params
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
@@ -29,6 +30,7 @@ from jax_nvfp4_moe.parallel import (
     run_dispatched,
     shard_experts,
 )
+from jax_nvfp4_moe.parallel.dispatch import check_platform
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, check_row_scales
 from jax_nvfp4_moe.parallel.experts import convert_shards, expert_layout
 from jax_nvfp4_moe.parallel.placement import ExpertSlots, to_physical_ids
@@ -138,8 +140,7 @@ class RoutedExperts(nnx.Module):
             how = {"interleaved": options.activation.row.interleaved}
             divided = expert_layout(params, expert_mesh, **how)
             params = shard_experts(params, expert_mesh, layout=layout, **how)
-        self.params = NVFP4Param(params)
-        mark(self.params, divided)
+        self.params = mark(NVFP4Param(params), divided)
         self.slots: ExpertSlots | None = nnx.data(None)
 
     def __call__(
@@ -157,7 +158,12 @@ class RoutedExperts(nnx.Module):
 
         Returns:
           ``[..., h]`` in the module's dtype.
+
+        Raises:
+          ValueError: a shape is wrong, or the weights were taken from a module on another mesh.
         """
+        self._check_order()
+        check_routing(x, expert_ids, expert_weights, self.params.get_value().hidden)
         with jax.named_scope("experts"):
             run, params = self._op(), self.params.get_value()
             if self.expert_mesh is not None:
@@ -182,6 +188,21 @@ class RoutedExperts(nnx.Module):
         record(self, RoutedTokens(x, expert_ids, expert_weights, y))
         return y
 
+    def _check_order(self):
+        """Check that the rows of the weights are in the order of this module's mesh.
+
+        `nnx.merge` and `nnx.update` also accept the state of a module on another mesh.
+        """
+        layout = find_layout(self.params)
+        stored = 1 if layout is None else layout.shards
+        shards = 1 if self.expert_mesh is None else self.expert_mesh.tensor
+        if stored != shards:
+            raise ValueError(
+                f"params: expected experts that are divided into {shards} parts along 'tensor', as "
+                f"on the mesh of this module; got {stored} parts, from a module on another mesh. "
+                "Save that module with `nvfp4.save`, and `nvfp4.restore` converts its weights"
+            )
+
     def _op(self) -> Callable:
         """Return the op to run: ``(x [t, h], params, ids [t, k], weights [t, k]) -> [t, h]``."""
         raise NotImplementedError
@@ -194,8 +215,7 @@ class RoutedExperts(nnx.Module):
             like the old ones.
         """
         divided = find_layout(self.params)
-        self.params = NVFP4Param(params)
-        mark(self.params, divided)
+        self.params = mark(NVFP4Param(params), divided)
 
 
 class NVFP4Experts(RoutedExperts):
@@ -371,7 +391,9 @@ def make_experts(
     if expert_mesh is not None:
         _check_dispatch_axis(options.dispatch, expert_mesh)
         target = target or expert_mesh.target
+        check_platform(options.dispatch, target)
     dense = checkpoint_scheme is None or checkpoint_scheme in list(FP8ActivationScaling)
+    check_kind("params", params, MoEParams, DenseExperts)
     if isinstance(params, DenseExperts) != dense:
         raise ValueError(
             "checkpoint_scheme: expected 'w4a16' or 'w4a4' with MoEParams, and an "
@@ -384,6 +406,42 @@ def make_experts(
     if dense:
         return FP8Experts(params, options, **how, expert_mesh=expert_mesh)
     return NVFP4Experts(params, options, **how, backend=backend, expert_mesh=expert_mesh)
+
+
+def check_routing(x, expert_ids, expert_weights, hidden: int) -> None:
+    """Check the arguments of a call of routed experts.
+
+    Raises:
+      TypeError: an argument is no array, or the ids are no integers.
+      ValueError: a shape is wrong.
+    """
+    check_tokens("x", x, hidden)
+    for name, array in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
+        check_kind(name, array, Shaped[Array, "... k"])
+        if array.ndim != x.ndim or array.shape[:-1] != x.shape[:-1]:
+            raise ValueError(
+                f"{name}: expected shape [{', '.join(map(str, x.shape[:-1]))}, k], a row for each "
+                f"token of x {x.shape}; got {array.shape}"
+            )
+    if expert_ids.shape != expert_weights.shape:
+        raise ValueError(
+            f"expert_weights: expected shape {expert_ids.shape}, the shape of expert_ids; got "
+            f"{expert_weights.shape}"
+        )
+    if not jnp.issubdtype(expert_ids.dtype, jnp.integer):
+        raise TypeError(f"expert_ids: expected integers, got {expert_ids.dtype.name}")
+
+
+def check_tokens(name: str, x: Any, width: int) -> None:
+    """Check that `x` is an array of tokens ``[..., width]``.
+
+    Raises:
+      TypeError: it is no array.
+      ValueError: its last axis has another size.
+    """
+    check_kind(name, x, Shaped[Array, "... h"])
+    if not x.ndim or x.shape[-1] != width:
+        raise ValueError(f"{name}: expected shape [..., {width}], got {x.shape}")
 
 
 def _check_dispatch_axis(dispatch, expert_mesh):

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jax_nvfp4_moe.backends.resolution import explain_plan, resolve, resolve_again
 from jax_nvfp4_moe.nn.dense import FP8Linear
+from jax_nvfp4_moe.numerics.arguments import check_kind
 from jax_nvfp4_moe.ops.dense import explain_fp8
 from jax_nvfp4_moe.scheme import Choice, Plan, Problem, Target
 
@@ -48,6 +49,7 @@ def explain(subject: Any, *, target: Target | None = None) -> Choice:
       backend is "xla" if no kernel takes few rows.
 
     Raises:
+      TypeError: `target` is no `Target`.
       ValueError: `subject` is neither a `Problem` nor a module, or it contains no such module.
       NoBackendError: no backend can run `subject` on `target`.
 
@@ -60,6 +62,7 @@ def explain(subject: Any, *, target: Target | None = None) -> Choice:
       >>> "moe_w4a16_cpu" in choice.reasons  # name of a backend -> why it does not run
       True
     """
+    check_kind("target", target, Target, type(None))
     if isinstance(subject, Problem):
         problem = subject if target is None else dataclasses.replace(subject, target=target)
         return explain_plan(resolve(problem))

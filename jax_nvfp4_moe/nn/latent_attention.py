@@ -366,8 +366,7 @@ def _apart(config, expansion):
     layout = find_layout(expansion.weight)
     if layout is not None:
         layout = dataclasses.replace(layout, segments=((config.num_heads, layout.shards),))
-    for variable in (made.keys, made.values):
-        mark(variable, layout)
+    made.keys, made.values = mark(made.keys, layout), mark(made.values, layout)
     return made
 
 

@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.numerics.arguments import as_array, check_kind, check_size
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor, quantize
 from jax_nvfp4_moe.ops.moe import check_dtype
 from jax_nvfp4_moe.ops.preparation import convert, plan_product
@@ -97,6 +99,7 @@ class NVFP4Linear(nnx.Module):
             `nnx.bridge.to_linen` passes its own.
 
         Raises:
+          TypeError: an argument has a wrong type.
           ValueError: a shape, the dtype or the scheme is wrong, or `in_features` is not a multiple
             of 16. Also if scheme "w4a4" has no `input_scale`, or if `weight` and `rngs` are both
             None.
@@ -105,8 +108,12 @@ class NVFP4Linear(nnx.Module):
         self.dtype = check_dtype(dtype)
         shape = (out_features, in_features)
         check_rngs(rngs, weight=weight)
+        check_kind("target", target, Target, type(None))
+        check_size("in_features", in_features, BLOCK)
+        check_size("out_features", out_features)
         if weight is None:
             weight = random_tensor(shape, rngs)
+        check_kind("weight", weight, NVFP4Tensor)
         check_shape("weight", weight.shape, shape)
         self.plan = plan_product(
             weight,
@@ -120,6 +127,7 @@ class NVFP4Linear(nnx.Module):
         if bias is None and use_bias:
             bias = jnp.zeros(out_features, self.dtype)
         if bias is not None:
+            check_kind("bias", bias, Float[Array, " n"])
             check_shape("bias", bias.shape, (out_features,))
         _check_input_scale(input_scale, self.scheme)
         self.bias = None if bias is None else nnx.Param(bias)
@@ -154,11 +162,12 @@ class NVFP4Linear(nnx.Module):
           >>> linear(jnp.ones((5, 64), jnp.bfloat16)).shape
           (5, 32)
         """
-        kernel = jnp.asarray(kernel)
+        kernel = as_array("kernel", kernel)
         if kernel.ndim != 2:
             raise ValueError(
                 f"kernel: expected two axes, [inputs, outputs]; got shape {kernel.shape}"
             )
+        check_size("kernel: inputs", kernel.shape[0], BLOCK)
         return cls(*kernel.shape, weight=quantize(kernel.T), **options)
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
@@ -169,7 +178,12 @@ class NVFP4Linear(nnx.Module):
 
         Returns:
           ``[..., n]`` in the module's dtype.
+
+        Raises:
+          TypeError: `x` is no array.
+          ValueError: the last axis of `x` has another size than k.
         """
+        check_kind("x", x, Float[Array, "... k"])
         record(self, x)
         return linear(
             x.astype(self.dtype),
@@ -244,8 +258,13 @@ def check_rngs(rngs, **weights):
       **weights: name -> weight that the caller passed, or None.
 
     Raises:
+      TypeError: `rngs` is something else.
       ValueError: `rngs` and at least one weight are None; names all missing weights.
     """
+    if rngs is not None and not hasattr(rngs, "params"):
+        raise TypeError(
+            f"rngs: expected an nnx.Rngs, such as nnx.Rngs(0); got {type(rngs).__name__}"
+        )
     missing = [name for name, value in weights.items() if value is None]
     if missing and rngs is None:
         raise ValueError(

@@ -52,12 +52,12 @@ def make_linear(
     layout = spec and spec.layout(n if spec.axis == "rows" else k, settings.shards)
     by_columns = spec is not None and spec.axis == "columns"
     if spec is not None:
-        mark(made.weight, layout)
-        mark(made.bias, None if by_columns else layout)
+        made.weight = mark(made.weight, layout)
+        made.bias = mark(made.bias, None if by_columns else layout)
         made.adds_bias_once = by_columns
     if found.channel_scale is None:
         return made
     scaled = ScaledLinear(made, found.channel_scale)
     if layout is not None and by_columns:  # the scales are divided like the columns they multiply
-        mark(scaled.scale, dataclasses.replace(layout, axis="rows"))
+        scaled.scale = mark(scaled.scale, dataclasses.replace(layout, axis="rows"))
     return scaled

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.nn.dense import DenseLinear
-from jax_nvfp4_moe.nn.experts import ExpertOptions, RoutedExperts, make_experts
+from jax_nvfp4_moe.nn.experts import ExpertOptions, RoutedExperts, check_tokens, make_experts
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import (
     check_rngs,
@@ -21,6 +21,8 @@ from jax_nvfp4_moe.nn.linear import (
     wrap_value,
 )
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.numerics.arguments import check_kind, check_size
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.numerics.routing import Router, weigh
 from jax_nvfp4_moe.numerics.tensor import (
     DenseExperts,
@@ -204,12 +206,14 @@ class NVFP4MoE(nnx.Module):
             `router_weight` is None. `nnx.bridge.to_linen` passes its own.
 
         Raises:
+          TypeError: an argument has a wrong type.
           ValueError: shapes disagree, an argument is unknown, or a required weight and `rngs` are
-            both None. Also if `mesh` does not divide the sizes or lacks the axis that `dispatch`
-            needs.
+            both None. Also if the router chooses more experts than there are, if `mesh` does not
+            divide the sizes or lacks the axis that `dispatch` needs, or if `dispatch` is "ragged"
+            on CPUs.
           NoBackendError: no backend can run the experts; the message lists the reason of each.
         """
-        self.router = _one_router(top_k, router)
+        self.router = _one_router(top_k, router, num_experts)
         call = find_activation(activation)
         options = ExpertOptions(
             self.router.top_k, call, self.router.weight_on_input, dtype, dispatch, capacity
@@ -217,8 +221,14 @@ class NVFP4MoE(nnx.Module):
         self.dtype = options.dtype
         width = hidden if latent is None else latent.width
         check_rngs(rngs, params=params, router_weight=router_weight)
+        check_kind("target", target, Target, type(None))
+        block = 1 if isinstance(params, DenseExperts) else BLOCK
+        check_size("hidden", hidden, block if latent is None else 1)
+        check_size("latent.width", width, block)
+        check_size("intermediate", intermediate, block)
         if params is None:
             params = _fresh_experts(num_experts, width, intermediate, call.row, rngs)
+        check_kind("params", params, MoEParams, DenseExperts)
         check_sizes(params, num_experts, width, intermediate)
         if mesh is not None:
             target = target or find_expert_mesh(mesh).target
@@ -344,8 +354,11 @@ class NVFP4MoE(nnx.Module):
           ``[..., k]``.
 
         Raises:
-          ValueError: the block has `token_experts`, and `token_ids` is None or has another shape.
+          TypeError: `x` is no array.
+          ValueError: the width of `x` is not h. Or the block has `token_experts`, and `token_ids`
+            is None or has another shape.
         """
+        self._check_tokens(x)
         with jax.named_scope("router"):
             given = self._find_experts(x, token_ids)
             rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
@@ -365,6 +378,11 @@ class NVFP4MoE(nnx.Module):
             ids, weights = run((rows, given), *values)
             lead = (*x.shape[:-1], self.router.top_k)
             return ids.reshape(lead), weights.reshape(lead)
+
+    def _check_tokens(self, x):
+        """Check that `x` is an array of tokens ``[..., h]``."""
+        router_weight: Any = self.router_weight.get_value()
+        check_tokens("x", x, router_weight.shape[-1])
 
     def _find_experts(self, x, token_ids):
         """Return the experts of the tokens ``[t, k]``, or None if the router chooses them."""
@@ -406,7 +424,12 @@ class NVFP4MoE(nnx.Module):
 
         Returns:
           ``[..., h]`` in the module's dtype.
+
+        Raises:
+          TypeError: `x` is no array.
+          ValueError: the width of `x` is not h. Also the errors of `route`.
         """
+        self._check_tokens(x)
         x = x.astype(self.dtype)
         chosen = self.route(x) if token_ids is None else self.route(x, token_ids)
         own = x
@@ -455,14 +478,19 @@ class NVFP4MoE(nnx.Module):
         return run_by_rows(module, expert_mesh, x)
 
 
-def _one_router(top_k, router):
-    """Return `router`, or the router that `top_k` stands for."""
+def _one_router(top_k, router, num_experts):
+    """Return `router`, or the router that `top_k` stands for, of at most `num_experts` experts."""
+    check_size("num_experts", num_experts)
+    check_kind("router", router, Router, type(None))
     if (top_k is None) == (router is None):
         raise ValueError(
             "router: expected one of top_k and router, and None for the other; "
             f"got {top_k} and {router}"
         )
-    return Router(top_k) if router is None else router
+    router = Router(top_k) if router is None else router
+    if router.top_k > num_experts:
+        raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {router.top_k}")
+    return router
 
 
 def _transpose(kernel):

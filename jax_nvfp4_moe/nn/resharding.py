@@ -4,6 +4,7 @@ An `Entry` is one variable of a module. `find_stored` reads from the record of a
 layouts, and on which shards, the variable was saved. `convert` then converts the saved value.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe.numerics.layouts import LAYOUTS
+from jax_nvfp4_moe.numerics.layouts import CANONICAL, LAYOUTS
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_order import is_tensor, to_one_device, to_shards
@@ -218,9 +219,20 @@ def convert(stored: Entry, like: Entry) -> Any:
 
 
 def leaves(entry: Entry) -> list[tuple[str, Any]]:
-    """Return the name and the array of each leaf of a variable."""
-    found = jax.tree.leaves_with_path(entry.value)
+    """Return the name and the array of each leaf of a variable.
+
+    The names do not depend on layouts. The record of a folder stores the layouts beside the names.
+    """
+    plain = jax.tree.map(_named_as_canonical, entry.value, is_leaf=is_tensor)
+    found = jax.tree.leaves_with_path(plain)
     return [(entry.name + jax.tree_util.keystr(keys), leaf) for keys, leaf in found]
+
+
+def _named_as_canonical(value):
+    """Return a tensor with the names of a canonical tensor, and other values as they are."""
+    if not is_tensor(value):
+        return value
+    return dataclasses.replace(value, layout=CANONICAL, rows=None, columns=None)
 
 
 def tensors(entries: Sequence[Entry]) -> Iterator[tuple[str, NVFP4Tensor]]:

@@ -7,9 +7,12 @@ A saved folder holds two things:
   layout, and how a mesh divides each variable.
 
 The record has a temporary name until all arrays are written, so an interrupted save is never
-mistaken for a complete one. A module that expects another layout, or that lies on another mesh, can
-still be restored. `restore` then converts its weights to canonical weights of one device, and from
-there to the layout and mesh of the module.
+mistaken for a complete one. A save that replaces an earlier one writes its arrays to
+``arrays.next``, or back to ``arrays`` if the earlier save has that folder. The record names the
+folder, so one renaming of the record replaces the earlier save, which is deleted afterwards. A
+module that expects another layout, or that lies on another mesh, can still be restored. `restore`
+then converts its weights to canonical weights of one device, and from there to the layout and mesh
+of the module.
 """
 
 import contextlib
@@ -29,6 +32,7 @@ from jax.experimental import multihost_utils
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import expand_home, read_json
 from jax_nvfp4_moe.checkpoint.writing import LOCK, PARTIAL, claimed_folder, write_file
+from jax_nvfp4_moe.nn import serialization as serialization  # registers with Flax
 from jax_nvfp4_moe.nn.resharding import (
     convert,
     find_entries,
@@ -37,20 +41,23 @@ from jax_nvfp4_moe.nn.resharding import (
     tensors,
     tree_shards,
 )
+from jax_nvfp4_moe.numerics.arguments import describe, is_array
 from jax_nvfp4_moe.numerics.layouts import find_layout
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.processes import is_first
 
 ARRAYS = "arrays"
+_ARRAYS_NEXT = "arrays.next"  # where the arrays are, if the record says so
 LAYOUTS = "layouts.json"
 _UNFINISHED = LAYOUTS + PARTIAL
 _VERSION = 3
+_FOLDER = "folder"  # key of the record: the name of the folder with the arrays
 _TEXT_BYTES = 1000  # longest error text that process 0 sends to the others
 
 Saved = TypeVar("Saved")
 
 
-def save(folder: str | pathlib.Path, module: Any) -> None:
+def save(folder: str | pathlib.Path, module: Any, *, overwrite: bool = False) -> None:
     """Save all variables of a module, or all arrays of a tree.
 
     The arrays are written in their present layout and are not converted. If a program runs in
@@ -58,19 +65,24 @@ def save(folder: str | pathlib.Path, module: Any) -> None:
     record. Every process returns when the folder is complete.
 
     Args:
-      folder: a new or empty folder. A folder that an interrupted save has left is replaced. A
-        leading ``~`` is expanded.
+      folder: a new or empty folder. What an interrupted save has left in it is deleted. A leading
+        ``~`` is expanded.
       module: an `nnx.Module`, of this package or one that contains such modules. Or `MoEParams`, an
         `NVFP4Tensor`, or any tree of arrays. Arrays may be sharded. A tree does not record how a
         mesh divides it, so it can only be restored on the same number of shards.
+      overwrite: whether to replace an earlier save in `folder`. The earlier save stays complete
+        until the new one is. A folder with files that `save` has not written is refused either
+        way. Defaults to False, which refuses a folder with an earlier save.
 
     Raises:
-      ValueError: `folder` contains other files, or another program is writing to it. All processes
-        raise it. Orbax raises it too if the disk is full.
+      TypeError: `folder` is no path, or a leaf of a tree is no array.
+      ValueError: `folder` is a file, contains other files, or another program is writing to it. All
+        processes raise it. Orbax raises it too if the disk is full.
       OSError: the record cannot be written. The message of process 0 names the file and its device.
       ImportError: orbax-checkpoint is not installed.
 
-    After an error of process 0, `folder` is as it was before: empty or missing.
+    After an error of process 0, `folder` is as it was before: empty, missing, or with the earlier
+    save.
 
     Example:
       >>> import pathlib, tempfile
@@ -88,13 +100,19 @@ def save(folder: str | pathlib.Path, module: Any) -> None:
 
     folder = expand_home(folder).resolve()
     entries = find_entries(module)
-    record = json.dumps(_description(entries) | {"tree_shards": tree_shards(entries)}, indent=1)
     arrays = {name: leaf for entry in entries for name, leaf in leaves(entry)}
+    for name, leaf in arrays.items():
+        if not is_array(leaf):
+            raise TypeError(
+                f"module: expected an nnx.Module or a tree of arrays, but {name} is "
+                f"{describe(leaf)}"
+            )
+    record = _description(entries) | {"tree_shards": tree_shards(entries)}
     with contextlib.ExitStack() as held:
-        _in_first_process(lambda: held.enter_context(_unfinished(folder, record)))
+        _in_first_process(lambda: held.enter_context(_unfinished(folder, record, overwrite)))
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / ARRAYS, arrays)
-        _in_first_process(lambda: os.replace(folder / _UNFINISHED, folder / LAYOUTS))
+            checkpointer.save(folder / _find_free_name(folder), arrays)
+        _in_first_process(lambda: _finish(folder))
 
 
 def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
@@ -138,6 +156,11 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
     import orbax.checkpoint
 
     folder = expand_home(folder).resolve()
+    if not (folder / LAYOUTS).exists():
+        what = "is not a folder that exists" if not folder.is_dir() else f"has no {LAYOUTS}"
+        raise CheckpointError(
+            [f"{folder} {what}; pass a folder that `nvfp4.save` has written completely"]
+        )
     record = read_json(folder, LAYOUTS)
     entries = find_entries(like)
     stored = _find_stored(entries, record, folder)
@@ -154,7 +177,7 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
         )
     abstract = {name: leaf for entry in stored for name, leaf in leaves(entry)}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        arrays = checkpointer.restore(folder / ARRAYS, abstract)
+        arrays = checkpointer.restore(folder / _arrays_of(record), abstract)
     values = []
     for entry, before in zip(entries, stored, strict=True):
         # Pop the arrays, so that their memory is free once the variable is converted.
@@ -172,41 +195,74 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
 
 
 @contextlib.contextmanager
-def _unfinished(folder, record) -> Iterator[None]:
+def _unfinished(folder, record, overwrite) -> Iterator[None]:
     """Hold the folder, marked as unfinished, while its arrays are written.
 
     The record has a temporary name meanwhile, which is the mark. What an interrupted save has left
     is deleted first. If the block raises an error, everything that it wrote is deleted.
 
     Raises:
-      ValueError: the folder has other files, or another program is writing to it.
+      ValueError: the folder is a file, has other files, or another program is writing to it.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder: expected a folder, but {folder} is a file")
     with claimed_folder(folder):
-        _check_free(folder)
+        _check_free(folder, overwrite)
         _clear(folder)
+        named = record | {_FOLDER: _find_free_name(folder)}
         try:
-            write_file(folder / _UNFINISHED, [record.encode()])
+            write_file(folder / _UNFINISHED, [json.dumps(named, indent=1).encode()])
             yield
         except BaseException:
             _clear(folder)
             raise
 
 
-def _check_free(folder):
-    """Raise ValueError if the folder has files that no interrupted save has left."""
+def _check_free(folder, overwrite):
+    """Raise ValueError if the folder has files that a save may not delete."""
     names = {path.name for path in folder.iterdir()} - {LOCK}
     unfinished = any(name.startswith(_UNFINISHED) for name in names)
-    own = all(name.startswith((_UNFINISHED, ARRAYS)) for name in names)
-    if names and not (unfinished and own):
+    complete = LAYOUTS in names
+    own = all(name == LAYOUTS or name.startswith((_UNFINISHED, ARRAYS)) for name in names)
+    if complete and own and not overwrite:
         raise ValueError(
-            f"folder: expected a new or an empty folder, but {folder} has files in it; "
-            "choose another folder, or delete them"
+            f"folder: expected a new or an empty folder, but {folder} has an earlier save; choose "
+            "another folder, or pass overwrite=True to replace the save"
+        )
+    if names and not (own and (unfinished or complete)):
+        raise ValueError(
+            f"folder: expected a new or an empty folder, but {folder} has files in it that are no "
+            "save; choose another folder, or delete them"
         )
 
 
+def _arrays_of(record):
+    """Return the name of the folder with the arrays of a record. Earlier records do not name it."""
+    return _ARRAYS_NEXT if record.get(_FOLDER) == _ARRAYS_NEXT else ARRAYS
+
+
+def _find_complete(folder):
+    """Return the name of the folder with the arrays of a complete save, or None without one."""
+    return _arrays_of(read_json(folder, LAYOUTS)) if (folder / LAYOUTS).exists() else None
+
+
+def _find_free_name(folder):
+    """Return the name of the folder for new arrays, beside those of a complete save."""
+    return _ARRAYS_NEXT if _find_complete(folder) == ARRAYS else ARRAYS
+
+
+def _finish(folder):
+    """Give the record its name, which completes the save, and delete an earlier save's arrays."""
+    os.replace(folder / _UNFINISHED, folder / LAYOUTS)
+    _clear(folder)
+
+
 def _clear(folder):
-    """Delete what this save or an interrupted one has written."""
+    """Delete everything that is no part of a complete save."""
+    complete = _find_complete(folder)
     for path in folder.iterdir():
+        if path.name == complete:
+            continue
         if path.name.startswith(ARRAYS):
             shutil.rmtree(path)
         elif path.name.startswith(_UNFINISHED):

@@ -423,6 +423,28 @@ def find_layout(name: str) -> Layout:
     return LAYOUTS[name]
 
 
+def name_of_bytes(name: str, rows: int | None, columns: int | None) -> str:
+    """Return what the names of arrays in a layout end in; nothing for the canonical layout.
+
+    Two arrays whose bytes have different meanings have different names.
+
+    Args:
+      name: name of the layout.
+      rows: n before the layout padded it, or None.
+      columns: k before the layout padded it, or None.
+
+    Returns:
+      For example "_mma_64x64", or "_mma_64x64_rows_48" if rows are padded. A version after the
+      first is named too.
+    """
+    if name == CANONICAL:
+        return ""
+    version = LAYOUTS[name].version if name in LAYOUTS else 1
+    parts = {"version": version if version > 1 else None, "rows": rows, "columns": columns}
+    said = (f"_{part}_{value}" for part, value in parts.items() if value is not None)
+    return f"_{name}{''.join(said)}"
+
+
 @functools.partial(jax.jit, inline=True, static_argnames=("layout",))
 def to_layout(packed, block_scale, layout: Layout):
     """Convert canonical arrays to `layout`.

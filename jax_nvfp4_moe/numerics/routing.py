@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
+from jax_nvfp4_moe.numerics.arguments import check_size
+
 _SCORES = {
     "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
     "sigmoid": jax.nn.sigmoid,
@@ -88,8 +90,7 @@ class Router:
             raise ValueError(f"score: expected one of {sorted(_SCORES)}, got {self.score!r}")
         if self.select not in _SELECT:
             raise ValueError(f"select: expected one of {_SELECT}, got {self.select!r}")
-        if self.top_k < 1:
-            raise ValueError(f"top_k: expected at least 1, got {self.top_k}")
+        check_size("top_k", self.top_k)
         if not 1 <= self.groups_kept <= self.num_groups:
             raise ValueError(
                 f"groups_kept: expected a number from 1 to num_groups={self.num_groups}, got "

@@ -4,14 +4,23 @@ NVFP4 weights are either in the canonical layout or in the layout of a kernel.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_nvfp4_moe.numerics.arguments import as_array
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
-from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, from_layout, to_layout
+from jax_nvfp4_moe.numerics.layouts import (
+    CANONICAL,
+    find_layout,
+    from_layout,
+    name_of_bytes,
+    to_layout,
+)
+from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, check_blocks, decode_scale, dequantize, divide
 from jax_nvfp4_moe.numerics.nvfp4 import quantize as quantize_arrays
 
@@ -22,7 +31,6 @@ _OUTPUTS_FIRST = (
 )
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NVFP4Tensor:
     """Matrices in NVFP4: ``w[..., n, k] = code * (block_scale * global_scale)``.
@@ -30,6 +38,10 @@ class NVFP4Tensor:
     In the canonical layout the arrays have the shapes below. Another layout permutes bytes inside
     `packed` and `block_scale`, and may pad rows and columns. The constructor checks nothing, so
     that tree operations may store any leaf in the fields; `from_packed` checks dtypes and shapes.
+
+    The layout is part of the paths of the arrays in a pytree, such as ``.packed_cpu_16x16``. A
+    checkpointer then refuses to restore bytes into another layout. The paths of a canonical tensor
+    are the plain names of its fields.
 
     Attributes:
       packed: uint8 ``[..., n, k/2]``, two E2M1 codes per byte, with the even column in the low
@@ -96,8 +108,8 @@ class NVFP4Tensor:
           >>> tensor.dequantize()[0, :2].tolist()
           [0.5, 0.5]
         """
-        packed, block_scale = jnp.asarray(packed), jnp.asarray(block_scale)
-        global_scale = jnp.asarray(global_scale, jnp.float32)
+        packed, block_scale = as_array("packed", packed), as_array("block_scale", block_scale)
+        global_scale = as_array("global_scale", global_scale).astype(jnp.float32)
         _check_dtype("packed", packed, jnp.uint8)
         _check_dtype("block_scale", block_scale, jnp.float8_e4m3fn)
         check_blocks("packed, counted in codes", (*packed.shape[:-1], 2 * packed.shape[-1]))
@@ -183,6 +195,42 @@ class NVFP4Tensor:
         if scale.ndim == self.packed.ndim - 2:
             return scale[..., None, None]
         return jnp.repeat(scale, self.shape[-2] // scale.shape[-1], axis=-1)[..., None]
+
+
+_ARRAYS = ("packed", "block_scale", "global_scale", "global_divisor")
+
+
+def array_names(tensor: NVFP4Tensor) -> tuple[str, ...]:
+    """Return the name of each array of a tensor in the path of a pytree.
+
+    Shapes of different layouts are often equal, and other checkpointers than `nvfp4.save` do not
+    store static fields. They compare names, so the names tell which bytes the arrays hold. The
+    global scale has such a name too. A partial restore then takes either the whole tensor or
+    nothing.
+    """
+    suffix = name_of_bytes(tensor.layout, tensor.rows, tensor.columns)
+    return tuple(name + suffix for name in _ARRAYS)
+
+
+def _arrays(tensor):
+    """Return the arrays of a tensor, and its static fields."""
+    static = (tensor.layout, tensor.rows, tensor.columns)
+    return tuple(getattr(tensor, name) for name in _ARRAYS), static
+
+
+def _named_arrays(tensor):
+    """Return the arrays of a tensor with their keys, and its static fields."""
+    arrays, static = _arrays(tensor)
+    keys = map(jax.tree_util.GetAttrKey, array_names(tensor))
+    return tuple(zip(keys, arrays, strict=True)), static
+
+
+def _join(static, arrays) -> NVFP4Tensor:
+    """Return the tensor of these static fields and arrays; undo `_arrays`."""
+    return NVFP4Tensor(*arrays, *static)
+
+
+jax.tree_util.register_pytree_with_keys(NVFP4Tensor, _named_arrays, _join, _arrays)
 
 
 class _ExpertSizes:
@@ -390,7 +438,10 @@ def quantize(x, global_scale=None) -> NVFP4Tensor:
       An `NVFP4Tensor` ``[..., n, k]`` in the canonical layout.
 
     Raises:
-      ValueError: if `x` has fewer than two axes, or k is not a multiple of 16.
+      TypeError: if `x` or `global_scale` is no array.
+      ValueError: if `x` has fewer than two axes, or k is not a multiple of 16. Also if the function
+        is differentiated with respect to `x` or `global_scale`; the message says how to write a
+        straight-through gradient.
 
     Example:
       >>> import jax
@@ -405,9 +456,26 @@ def quantize(x, global_scale=None) -> NVFP4Tensor:
 
     Source: NVIDIA ModelOpt's NVFP4 export; the result has the same bits.
     """
-    return _quantize(jnp.asarray(x), global_scale)
+    x = as_array("x", x)
+    check_blocks("x", x.shape)
+    if global_scale is not None:
+        global_scale, lead = as_array("global_scale", global_scale), x.shape[:-2]
+        if not _broadcasts(global_scale.shape, lead):
+            raise ValueError(
+                f"global_scale: expected a shape that broadcasts to {lead}, the matrices of x; "
+                f"got {global_scale.shape}"
+            )
+    return _quantize(x, global_scale)
 
 
+def _broadcasts(shape, wanted):
+    """Return whether an array of `shape` can be broadcast to the shape `wanted`."""
+    return len(shape) <= len(wanted) and all(
+        own in (1, other) for own, other in zip(shape[::-1], wanted[::-1], strict=False)
+    )
+
+
+@functools.partial(not_differentiable, "quantize")
 @jax.jit
 def _quantize(x, global_scale):  # without jit, XLA would compile each operation on its own
     return NVFP4Tensor(*quantize_arrays(x, global_scale))
@@ -432,6 +500,7 @@ def quantize_experts(gate, up, down) -> MoEParams:
       `MoEParams` in the canonical layout, without input scales and biases.
 
     Raises:
+      TypeError: if an argument is no array.
       ValueError: if the shapes disagree, or h or i is not a multiple of 16.
 
     Example:
@@ -446,8 +515,12 @@ def quantize_experts(gate, up, down) -> MoEParams:
 
     Source: global scales follow NVIDIA ModelOpt's NVFP4 export.
     """
-    up, down = jnp.asarray(up), jnp.asarray(down)
-    halves = [up] if gate is None else [jnp.asarray(gate), up]
+    up, down = as_array("up", up), as_array("down", down)
+    halves = [up] if gate is None else [as_array("gate", gate), up]
+    if down.ndim != 3:
+        raise ValueError(
+            f"down: expected three axes, [experts, outputs, inputs]; got shape {down.shape}"
+        )
     for name, array, shape in (
         ("up", up, (*down.shape[:1], *down.shape[:0:-1])),
         ("gate", halves[0], up.shape),

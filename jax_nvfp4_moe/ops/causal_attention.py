@@ -3,14 +3,23 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.attention import attend, attend_to_latents
+from jax_nvfp4_moe.backends.attention import (
+    PADDING,
+    attend,
+    attend_to_latents,
+    narrow_positions,
+)
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
+@check_arguments
 def attention(
     q: Float[Array, "b t n d"],
     k: Float[Array, "b m s d"],
@@ -28,6 +37,10 @@ def attention(
     backend: str | Sequence[str] | None = None,
 ) -> Float[Array, "b t n dv"]:
     """Attend causally: the query at position p sees the keys at positions 0 to p.
+
+    Queries have tokens before heads, ``[b, t, n, d]``. Keys and values have heads before tokens,
+    ``[b, m, s, d]``, as a cache stores them. Keys in the order of queries, ``[b, s, m, d]``, need
+    ``k.swapaxes(1, 2)``.
 
     ``y[h] = softmax(scale * q[h] @ k[h // g].T) @ v[h // g]`` for each query head h, where
     ``g = n / m`` query heads share one key head. The softmax is computed in float32.
@@ -48,8 +61,9 @@ def attention(
         `value_width` channels of the keys, as in latent attention. A kernel then reads each key
         once for both.
       positions: position of each query, integers ``[b, t]``, ascending in each row; ``[1, t]`` if
-        all rows have the same. A query at position 2**30 or after it is padding; its result is
-        finite and otherwise undefined.
+        all rows have the same. Any integer dtype, with the same meaning. A query at position 2**30
+        or after it is padding; its result is finite and otherwise undefined. A query below position
+        0 sees no key, and its result is zero.
       value_width: number of channels of a value if `v` is None, at most d; None otherwise.
       scale: factor of the scores; ``d ** -0.5`` if None.
       window: number of keys that a query sees, of which its own position is the last; None for
@@ -67,15 +81,19 @@ def attention(
       `q`, `k`, `v` and `sinks`, in plain XLA.
 
     Raises:
+      TypeError: an argument has a wrong type.
       ValueError: a shape or dtype does not fit the others, `window` or `chunk` is below 1, or keys
-        and values in float8_e4m3fn have no scales.
+        and values in float8_e4m3fn have no scales. Also if there are fewer keys than queries, and
+        the number of heads of `k` could be that of the keys: the axes are probably exchanged. Also
+        if `positions` is known outside of a trace and a query has no key at its own position.
       NoBackendError: no backend can run the call; the message gives each backend's reason.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import jax_nvfp4_moe as nvfp4
-      >>> q = jax.random.normal(jax.random.key(0), (1, 3, 4, 16))
-      >>> k = v = jax.random.normal(jax.random.key(1), (1, 2, 8, 16))  # room for 8 tokens
+      >>> q = jax.random.normal(jax.random.key(0), (1, 3, 4, 16))  # 3 tokens, 4 heads
+      >>> k = jax.random.normal(jax.random.key(1), (1, 8, 2, 16))  # room for 8 tokens, 2 heads
+      >>> k = v = k.swapaxes(1, 2)  # heads before tokens
       >>> nvfp4.ops.attention(q, k, v, jnp.arange(3)[None]).shape
       (1, 3, 4, 16)
       >>> nvfp4.ops.attention(q, k, None, jnp.arange(3)[None], value_width=12).shape
@@ -108,7 +126,7 @@ def attention(
         cache_dtype=cache_dtype,
     )
     plan = resolve(problem, backend=backend)
-    operands = q, *entries, jnp.broadcast_to(positions.astype("int32"), q.shape[:2]), sinks
+    operands = q, *entries, jnp.broadcast_to(narrow_positions(positions), q.shape[:2]), sinks
     if k_scale is not None:
         operands += (k_scale, v_scale)
     # The loop over the blocks that a query sees has no reverse mode either.
@@ -123,6 +141,12 @@ def _check(q, k, v, positions, sinks, window, chunk, value_width, k_scale, v_sca
         )
     b, t, n, d = q.shape
     _check_keys(q, k, v, value_width, k_scale is not None or v_scale is not None)
+    known = all(isinstance(size, int) for size in (t, *k.shape))  # an exported size may be a symbol
+    if known and k.shape[2] < t <= k.shape[1]:
+        raise ValueError(
+            f"k: expected [b, m, s, d], with the keys of at least the {t} tokens of q; got "
+            f"{k.shape[2]} keys of {k.shape[1]} heads. {_EXCHANGED}"
+        )
     if k.shape[3] != d or n % k.shape[1]:
         raise ValueError(
             f"k: expected heads of width {d}, in a number that divides the {n} query heads; got "
@@ -132,6 +156,7 @@ def _check(q, k, v, positions, sinks, window, chunk, value_width, k_scale, v_sca
         raise ValueError(
             f"positions: expected integers {(b, t)}, got {positions.dtype.name} {positions.shape}"
         )
+    _check_known(positions, k.shape[2])
     if sinks is not None and sinks.shape != (n,):
         raise ValueError(f"sinks: expected shape {(n,)}, got {sinks.shape}")
     check_scales(k_scale, v_scale, k)
@@ -167,6 +192,24 @@ def _check_keys(q, k, v, value_width, scaled):
                 f"with the same m and s; got {x.dtype.name} {x.shape}, and keys {k.shape}"
                 + _EXPLAINED[scaled]
             )
+
+
+_EXCHANGED = "If k and v are [b, s, m, d], pass k.swapaxes(1, 2) and v.swapaxes(1, 2)"
+
+
+def _check_known(positions, s):
+    """Raise a ValueError where a query that is known outside of a trace has no key of its own."""
+    if isinstance(positions, Tracer) or not isinstance(s, int):
+        return
+    if not getattr(positions, "is_fully_addressable", True):  # other processes have a part
+        return
+    known = np.asarray(positions)
+    beyond = known[(known >= s) & (known < PADDING)]
+    if beyond.size:
+        raise ValueError(
+            f"positions: expected numbers below {s}, the number of keys in k [b, m, s, d], or "
+            f"{PADDING} and more for padding; got {beyond[0]}. {_EXCHANGED}"
+        )
 
 
 # What a dtype of keys and values depends on, by whether they have scales.

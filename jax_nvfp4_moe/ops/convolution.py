@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends import convolution as reference
+from jax_nvfp4_moe.backends.attention import narrow_positions
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
@@ -16,6 +18,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 _FEW_TOKENS = 8
 
 
+@check_arguments
 def causal_convolution(
     x: Float[Array, "b t n"],
     positions: Int[Array, "b t"],
@@ -109,7 +112,7 @@ def causal_convolution(
     )
     weights = {"weight": weight, "bias": bias}
     weights = jax.tree.map(lambda value: value.astype(jnp.float32), weights)
-    return run(x, positions.astype(jnp.int32), inputs, **weights)
+    return run(x, narrow_positions(positions), inputs, **weights)
 
 
 def _check_arrays(x, positions, inputs, weight, bias):

@@ -7,11 +7,13 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.ops.recurrence_checks import expect_floats, read_lengths, read_result_dtype
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
+@check_arguments
 def gated_delta_rule(
     q: Float[Array, "b t m d"],
     k: Float[Array, "b t m d"],

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jax_nvfp4_moe.backends import heads, reference
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
@@ -18,6 +19,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 _FEW_ROWS = 64
 
 
+@check_arguments
 def activate(
     gate_up: Float[Array, "... 2i"],
     activation: str | ActivationCall = "silu",
@@ -61,6 +63,7 @@ def activate(
     return with_derivative_of(reference.activate_rows, run, call=call)(gate_up)
 
 
+@check_arguments
 def add_gated(
     x: Float[Array, "... h"],
     gate: Float[Array, "... 1"] | None,
@@ -103,6 +106,7 @@ def add_gated(
     return with_derivative_of(reference.add_gated, run)(x, gate, z)
 
 
+@check_arguments
 def add_linear_gated(
     x: Float[Array, "... h"],
     gate_input: Float[Array, "... k"],
@@ -155,6 +159,7 @@ def add_linear_gated(
     return with_derivative_of(reference.add_linear_gated, run)(x, gate_input, gate_weight, z)
 
 
+@check_arguments
 def gate_heads(
     x: Float[Array, "... n d"],
     gates: Float[Array, "... w"],

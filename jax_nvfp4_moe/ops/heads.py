@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends import heads as reference
+from jax_nvfp4_moe.backends.attention import narrow_positions
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.causal_attention import check_scales
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
@@ -14,6 +16,7 @@ from jax_nvfp4_moe.scheme import Problem, Target
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
+@check_arguments
 def prepare_heads(
     qkv: Float[Array, "b t w"],
     positions: Int[Array, "b t"],
@@ -44,7 +47,7 @@ def prepare_heads(
       qkv: projected tokens ``[b, t, (n + 2m) d]``: n query heads, m key heads and m value heads.
         With `gated`, ``[b, t, (2n + 2m) d]``.
       positions: position of each token, integers ``[b, t]``, all different in a row. Tokens at
-        positions of s or more are not written.
+        positions below 0 and of s or more are not written.
       keys: the keys in the cache ``[b, m, s, d]``, with the dtype of `qkv` or float8_e4m3fn. If the
         caller donates the array, it is changed in place.
       values: the values in the cache, likewise.
@@ -97,7 +100,7 @@ def prepare_heads(
     )
     plan = resolve(problem, backend=backend)
     weights = None if q_weight is None else (q_weight, k_weight)
-    operands = qkv, positions.astype("int32"), keys, values, weights
+    operands = qkv, narrow_positions(positions), keys, values, weights
     if scaled:
         operands += (k_scale, v_scale)
     run = with_derivative_of(reference.prepare_heads, plan.lower, options=options)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends import latents as reference
+from jax_nvfp4_moe.backends.attention import narrow_positions
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
@@ -13,6 +15,7 @@ from jax_nvfp4_moe.scheme import Problem, Target
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
+@check_arguments
 def prepare_latents(
     down: Float[Array, "b t w"],
     positions: Int[Array, "b t"],
@@ -35,7 +38,7 @@ def prepare_latents(
     Args:
       down: projected tokens ``[b, t, r + k + e]``.
       positions: position of each token, integers ``[b, t]``, all different in a row. Tokens at
-        positions of s or more are not written.
+        positions below 0 and of s or more are not written.
       cache: latents and rotated keys ``[b, 1, s, k + e]``, with the dtype of `down`. If the caller
         donates the array, it is changed in place.
       kv_weight: weight of the norm of the latent of keys and values ``[k]``.
@@ -79,7 +82,7 @@ def prepare_latents(
         head_widths=(down.shape[2] - width, rank, width - rank),
     )
     plan = resolve(problem, backend=backend)
-    operands = down, positions.astype("int32"), cache, q_weight, kv_weight
+    operands = down, narrow_positions(positions), cache, q_weight, kv_weight
     return with_derivative_of(reference.prepare_latents, plan.lower, options=options)(*operands)
 
 

@@ -7,11 +7,13 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.mamba2 import apply_mamba2
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.ops.recurrence_checks import expect_floats, read_lengths, read_result_dtype
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
+@check_arguments
 def mamba2_scan(
     x: Float[Array, "b t h p"],
     dt: Float[Array, "b t h"],

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_nvfp4_moe.backends.conversion import report_conversion
 from jax_nvfp4_moe.backends.reference import round_activations, round_to
-from jax_nvfp4_moe.backends.resolution import log_conversion
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import MoEParams, check_moe_params
 from jax_nvfp4_moe.ops.dense import precision_for
@@ -32,9 +33,14 @@ def check_dtype(dtype) -> jnp.dtype:
     Raises:
       ValueError: if it is not bfloat16, float16 or float32.
     """
-    if jnp.dtype(dtype).name not in DTYPES:
-        raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {jnp.dtype(dtype).name}")
-    return jnp.dtype(dtype)
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        got = repr(dtype) if found is None else found.name
+        raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {got}")
+    return found
 
 
 def check_activations(name, x):
@@ -51,6 +57,7 @@ def check_activations(name, x):
         raise ValueError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {x.dtype.name}")
 
 
+@check_arguments
 def moe_mlp(
     x: Float[Array, "t h"],
     params: MoEParams,
@@ -84,7 +91,8 @@ def moe_mlp(
     Args:
       x: tokens ``[t, h]``, bfloat16, float16 or float32; t may be 0.
       params: the `MoEParams` of the layer, canonical or as `prepare` returns them. If the layout is
-        not that of the chosen backend, each call converts the weights, and the log says so.
+        not that of the chosen backend, each call converts the weights, and a warning in the log
+        says so.
       expert_ids: integers ``[t, k]``. An id that is -1 or out of range contributes nothing.
       expert_weights: ``[t, k]`` of any float dtype, taken as float32.
       scheme: "checkpoint", a `Scheme` or its name. None (default) lets the weights and the device
@@ -130,14 +138,14 @@ def moe_mlp(
     check_moe_params(params)
     check_call(x, params, expert_ids, expert_weights, call)
     facts = {"dtype": x.dtype.name, "top_k": expert_ids.shape[1]}
+    name = "params" if plan is None else "module.params"
     if plan is None:
         declared = find_checkpoint_scheme(params)
         how = {"checkpoint_scheme": declared, "scheme": scheme, "target": target}
         plan = plan_experts(params, **how, backend=backend, activation=call.name, **facts)
     else:
         plan.check(num_experts=params.num_experts, **facts)
-    if params.layout != plan.layout:
-        log_conversion("moe_mlp", params.layout, plan.layout)
+    report_conversion("moe_mlp", params.layout, plan, name)
     params = in_float32(params.to_layout(plan.layout))
     if plan.scheme is not Scheme.W4A4:  # kernels read input scales under w4a4 only
         params = dataclasses.replace(params, gate_up_input_scale=None, down_input_scale=None)

@@ -7,12 +7,14 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends import reference
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
+@check_arguments
 def add_rms_norm(
     x: Float[Array, "... h"],
     added: Float[Array, "... h"] | None,

@@ -1,13 +1,18 @@
 """Plans of ops on NVFP4 weights, and conversion of weights to the layout of their kernel."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.backends.resolution import resolve
-from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, check_moe_params
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor, check_moe_params
 from jax_nvfp4_moe.scheme import Plan, Problem, Scheme, Target
+
+Weights = TypeVar("Weights", MoEParams, NVFP4Tensor, FP8Tensor, DenseExperts)
 
 
 def plan_experts(
@@ -98,25 +103,27 @@ _convert_donated = jax.jit(_to_layout, static_argnums=1, donate_argnums=0)
 
 
 def prepare(
-    params: MoEParams,
+    params: Weights,
     *,
     scheme: Scheme | str | None = None,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
     dtype=jnp.bfloat16,
     top_k: int = 1,
-) -> MoEParams:
-    """Convert experts to the layout of the backend that `ops.moe_mlp` will use.
+) -> Weights:
+    """Convert weights to the layout of the backend that `ops.moe_mlp` or `ops.linear` will use.
 
     Call it once per layer, after loading or quantizing. The values do not change:
-    ``prepare(p).gate_up.dequantize() == p.gate_up.dequantize()``. Without it, `ops.moe_mlp`
-    converts the weights on every call. This also happens if calls differ from the arguments given
-    here so that another backend runs; the log then says so.
+    ``prepare(p).gate_up.dequantize() == p.gate_up.dequantize()``. Without it, the ops convert the
+    weights on every call. This also happens if calls differ from the arguments given here so that
+    another backend runs. A warning in the log then names the line to write.
 
     Args:
-      params: the `MoEParams` of one layer on one device, in any layout.
-      scheme: as in `ops.moe_mlp`: "checkpoint", a `Scheme` or its name. None (default) lets the
-        weights and the device decide.
+      params: the weights on one device, in any layout. `MoEParams` of one layer for `ops.moe_mlp`.
+        An `NVFP4Tensor`, ``[n, k]`` for `ops.linear` or ``[e, n, k]`` for `ops.grouped_gemm`. An
+        `FP8Tensor` and `DenseExperts` have only one layout and are returned as they are.
+      scheme: as in the op: "checkpoint", a `Scheme` or its name. None (default) lets the weights
+        and the device decide. Give "w4a4" for an `NVFP4Tensor` whose calls have an input scale.
       target: the `Target` to lower for; None (default) for the current device.
       backend: name of a backend, or a sequence of names that are tried in that order. None
         (default) chooses the first backend that accepts the problem.
@@ -126,9 +133,10 @@ def prepare(
         is the most that the kernels accept.
 
     Returns:
-      `MoEParams` with the same values in the layout of the chosen backend.
+      Weights of the same class and values in the layout of the chosen backend.
 
     Raises:
+      TypeError: if `params` is something else, such as an array or a module.
       ValueError: if shapes disagree, the scheme or a backend is unknown, or the scheme needs input
         scales that `params` lack.
       NoBackendError: if no backend can run such calls; the message lists every backend and its
@@ -144,11 +152,16 @@ def prepare(
       >>> prepared = nvfp4.prepare(params, scheme="w4a16", target=hopper)
       >>> params.layout, prepared.layout
       ('canonical', 'mma_64x64')
+      >>> weight = nvfp4.quantize(jax.random.normal(jax.random.key(1), (64, 64)))
+      >>> nvfp4.prepare(weight, target=hopper).layout
+      'mma_64x64'
 
     Reference:
       `numerics.layouts` defines the layouts.
     """
     how = {"scheme": scheme, "target": target, "backend": backend, "dtype": dtype, "top_k": top_k}
+    if isinstance(params, FP8Tensor | DenseExperts):
+        return params
     return convert(params, _plan(params, **how).layout)
 
 
@@ -172,5 +185,24 @@ def prepare_donated(
 
 def _plan(params, **how):
     """Check `params` and return the plan for calls with them."""
+    if isinstance(params, NVFP4Tensor):
+        return _plan_tensor(params, **how)
+    if not isinstance(params, MoEParams):
+        raise TypeError(
+            f"params: expected MoEParams or an NVFP4Tensor, got {type(params).__name__}. Quantize "
+            "arrays first, with `quantize_experts` or `quantize`. Modules prepare their weights "
+            "themselves"
+        )
     check_moe_params(params)
     return plan_experts(params, checkpoint_scheme=find_checkpoint_scheme(params), **how)
+
+
+def _plan_tensor(weight, *, scheme, top_k, **how):
+    """Check a matrix, or those of a grouped GEMM, and return the plan for calls with it."""
+    del top_k  # a GEMM has none
+    if len(weight.shape) not in (2, 3):
+        raise ValueError(f"params: expected shape [n, k] or [e, n, k], got {weight.shape}")
+    check_blocks("params", weight.shape)
+    # The input scale is an argument of the calls. Whoever asks for w4a4 has one.
+    declared = Scheme.W4A4 if scheme == Scheme.W4A4 else Scheme.W4A16
+    return plan_product(weight, checkpoint_scheme=declared, scheme=scheme, **how)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.resolution import log_conversion
+from jax_nvfp4_moe.backends.conversion import report_conversion
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.gradient import with_product_gradient
@@ -26,21 +27,26 @@ def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
     e, n, _ = weight.shape
     if bias is not None and bias.shape != (e, n):
         raise ValueError(f"bias: expected shape {(e, n)}, got {bias.shape}")
+    name = "weight" if plan is None else "module.weight"
     if plan is None:
         declared = Scheme.W4A16 if input_scale is None else Scheme.W4A4
         plan = plan_product(weight, checkpoint_scheme=declared, dtype=x.dtype, **requested)
     else:
         plan.check(dtype=x.dtype.name, num_experts=e)
-    if weight.layout != plan.layout:
-        log_conversion(op, weight.layout, plan.layout)
+    report_conversion(op, weight.layout, plan, name)
     if input_scale is not None:
-        input_scale = jnp.broadcast_to(jnp.asarray(input_scale, jnp.float32), (e,))
+        input_scale = jnp.asarray(input_scale, jnp.float32)
+        if input_scale.shape not in ((), (1,), (e,)):
+            shapes = "one number" if op == "linear" else f"one number or shape {(e,)}"
+            raise ValueError(f"input_scale: expected {shapes}, got shape {input_scale.shape}")
+        input_scale = jnp.broadcast_to(input_scale, (e,))
     run = with_product_gradient(functools.partial(plan.lower, scheme=plan.scheme))
     bias = None if bias is None else bias.astype(jnp.float32)
     sizes = None if group_sizes is None else group_sizes.astype(jnp.int32)
     return run(x, weight.to_layout(plan.layout), sizes, input_scale, bias)
 
 
+@check_arguments
 def grouped_gemm(
     x: Float[Array, "m k"],
     weight: NVFP4Tensor,
@@ -62,7 +68,8 @@ def grouped_gemm(
 
     Args:
       x: rows ``[m, k]``, sorted by group; bfloat16, float16 or float32. m may be 0.
-      weight: `NVFP4Tensor` ``[e, n, k]``.
+      weight: `NVFP4Tensor` ``[e, n, k]``, canonical or as `prepare` returns it. If the layout is
+        not that of the chosen backend, each call converts it, and a warning in the log says so.
       group_sizes: integers ``[e]``, the number of rows of each group. The values are unknown during
         tracing and are not checked. A negative size counts as 0, and rows after the m-th do not
         exist.
@@ -88,6 +95,7 @@ def grouped_gemm(
       >>> import jax.numpy as jnp
       >>> import jax_nvfp4_moe as nvfp4
       >>> weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (3, 32, 64)))
+      >>> weight = nvfp4.prepare(weight, dtype="float32")
       >>> x = jnp.ones((5, 64))
       >>> y = nvfp4.ops.grouped_gemm(x, weight, jnp.array([2, 0, 2]))
       >>> y.shape, float(jnp.abs(y[4]).max())  # row 4 belongs to no group
@@ -110,6 +118,7 @@ def grouped_gemm(
     return _product("grouped_gemm", x, weight, group_sizes, input_scale, None, None, requested)
 
 
+@check_arguments
 def linear(
     x: Float[Array, "... k"],
     weight: NVFP4Tensor,
@@ -128,7 +137,8 @@ def linear(
 
     Args:
       x: ``[..., k]``, bfloat16, float16 or float32.
-      weight: `NVFP4Tensor` ``[n, k]``.
+      weight: `NVFP4Tensor` ``[n, k]``, canonical or as `prepare` returns it. If the layout is not
+        that of the chosen backend, each call converts it, and a warning in the log says so.
       input_scale: float32 scalar, the global scale of the activations for w4a4: amax / 2688. None
         (default) if the activations are not calibrated.
       bias: ``[n]`` of any float dtype, taken as float32; None (default) for no bias.
@@ -154,6 +164,7 @@ def linear(
       >>> import jax.numpy as jnp
       >>> import jax_nvfp4_moe as nvfp4
       >>> weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (32, 64)))
+      >>> weight = nvfp4.prepare(weight, dtype="float32")
       >>> nvfp4.ops.linear(jnp.ones((2, 5, 64)), weight).shape
       (2, 5, 32)
 

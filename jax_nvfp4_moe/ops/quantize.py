@@ -1,12 +1,15 @@
 """`quantize_nvfp4`: quantize activations to NVFP4 on the device."""
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.moe import check_activations
@@ -16,6 +19,7 @@ from jax_nvfp4_moe.scheme import Problem, Target
 _LAYOUTS = {"linear": CANONICAL, "swizzle_128x4": "swizzle_128x4"}
 
 
+@check_arguments
 def quantize_nvfp4(
     x: Float[Array, "m k"],
     *,
@@ -45,7 +49,8 @@ def quantize_nvfp4(
       An `NVFP4Tensor` ``[m, k]`` with layout "canonical" or "swizzle_128x4".
 
     Raises:
-      ValueError: if a shape, a dtype or `scale_layout` is wrong.
+      ValueError: if a shape, a dtype or `scale_layout` is wrong. Also if the op is differentiated;
+        the message says how to write a straight-through gradient.
       NoBackendError: if no backend can run the call; the message lists every backend and its
         reason.
 
@@ -72,4 +77,6 @@ def quantize_nvfp4(
     target = target or Target.current()
     problem = Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1])
     plan = resolve(problem, backend=backend)
-    return NVFP4Tensor(*plan.lower(x, scale, scale_layout), layout=_LAYOUTS[scale_layout])
+    run = functools.partial(plan.lower, scale_layout=scale_layout)
+    arrays = not_differentiable("quantize_nvfp4", run)(x, scale)
+    return NVFP4Tensor(*arrays, layout=_LAYOUTS[scale_layout])

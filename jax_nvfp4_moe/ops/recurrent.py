@@ -6,17 +6,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_nvfp4_moe.backends.attention import narrow_positions
 from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.backends.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
+@check_arguments
 def gated_delta_step(
     projected: Float[Array, "b 1 n"],
     positions: Int[Array, "b 1"],
@@ -118,11 +121,12 @@ def gated_delta_step(
     )
     weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias, "norm": norm}
     options = {"interleaved": interleaved, "eps": eps}
-    tokens = (projected, positions.astype(jnp.int32), inputs, state, rates)
+    tokens = (projected, narrow_positions(positions), inputs, state, rates)
     how = target or Target.current(), backend, (d, e)
     return _run("gated_delta_step", mix_gated_delta, tokens, weights, options, how)
 
 
+@check_arguments
 def kimi_delta_step(
     projected: Float[Array, "b 1 m"],
     decays: Float[Array, "b 1 nd"],
@@ -231,11 +235,12 @@ def kimi_delta_step(
     )
     weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias, "norm": norm}
     options = {"lower_bound": lower_bound, "eps": eps}
-    tokens = (projected, positions.astype(jnp.int32), inputs, state, decays, gates, rates)
+    tokens = (projected, narrow_positions(positions), inputs, state, decays, gates, rates)
     how = target or Target.current(), backend, (d, e)
     return _run("kimi_delta_step", mix_kimi_delta, tokens, weights, options, how)
 
 
+@check_arguments
 def mamba2_step(
     projected: Float[Array, "b 1 m"],
     positions: Int[Array, "b 1"],
@@ -343,7 +348,7 @@ def mamba2_step(
     weights = {"conv_weight": conv_weight, "conv_bias": conv_bias, "A_log": A_log}
     weights |= {"dt_bias": dt_bias, "D": D, "norm": norm}
     options = {"activation": call, "step_limits": step_limits, "eps": eps}
-    tokens = (projected, positions.astype(jnp.int32), inputs, state)
+    tokens = (projected, narrow_positions(positions), inputs, state)
     how = target or Target.current(), backend, (n, p)
     return _run("mamba2_step", mix_mamba2, tokens, weights, options, how)
 

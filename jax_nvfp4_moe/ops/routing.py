@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.routing import (
     TINY,
     Router,
@@ -20,6 +21,7 @@ from jax_nvfp4_moe.numerics.routing import (
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
+@check_arguments
 def route(
     router: Router,
     logits: Float[Array, "t e"],

@@ -42,7 +42,7 @@ from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.expert_specs import expert_specs
 from jax_nvfp4_moe.parallel.experts import own_part, run_sharded
-from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme
+from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme, Target
 
 
 class DispatchPlan(NamedTuple):
@@ -165,6 +165,16 @@ def _with_psum_gradient(forward, psum):
 
     dispatched.defvjp(ahead, back)
     return dispatched
+
+
+def check_platform(dispatch: str, target: Target) -> None:
+    """Check that a device can send tokens as `dispatch` says.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    if dispatch == "ragged" and target.platform == "cpu":
+        raise ValueError("dispatch: expected GPUs for 'ragged', got CPUs; use 'all_to_all'")
 
 
 def share_rows(

@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec
 from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import GROUP, FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
+from jax_nvfp4_moe.parallel.divided_variable import METADATA, DividedParam
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
-
-_METADATA = "shard"  # the name under which a variable stores its `ShardLayout`
 
 Axis = Literal["rows", "columns"]
 
@@ -130,15 +129,23 @@ def join_layouts(
     return ShardLayout("rows", tuple(segments), shards)
 
 
-def mark(variable: nnx.Variable | None, layout: ShardLayout | None) -> None:
-    """Store in a variable how its global array is divided; without a layout, do nothing."""
-    if variable is not None and layout is not None:
-        variable.set_metadata(_METADATA, layout)
+def mark(variable: Any, layout: ShardLayout | None) -> Any:
+    """Return a variable that stores how its global array is divided.
+
+    Args:
+      variable: an `nnx.Param`, a `DividedVariable`, or None, which is returned.
+      layout: how the array is divided. None returns the variable as it is.
+    """
+    if variable is None or layout is None:
+        return variable
+    metadata = variable.get_metadata() | {METADATA: layout}
+    kind = DividedParam if type(variable) is nnx.Param else type(variable)
+    return kind.from_metadata(variable.get_raw_value(), metadata)
 
 
 def find_layout(variable: nnx.Variable) -> ShardLayout | None:
     """Return how a variable is divided; None if it is replicated."""
-    return variable.get_metadata(_METADATA, None)
+    return variable.get_metadata(METADATA, None)
 
 
 def array_layouts(value: Any, layout: ShardLayout | None) -> Any:

@@ -24,6 +24,7 @@ from jax_nvfp4_moe import (
     quantize,
 )
 from jax_nvfp4_moe.backends import resolution
+from jax_nvfp4_moe.backends.conversion import forget_reports
 from jax_nvfp4_moe.testing import random_moe_params
 
 CPU = Target("cpu")
@@ -46,7 +47,7 @@ FACTS = {
 
 def conversions(run, *args, target, caplog):
     """Return what the log says about weights that a call converts, and the lowered program."""
-    resolution.log_conversion.cache_clear()
+    forget_reports()
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="jax_nvfp4_moe"):
         traced = jax.jit(run).trace(*args)

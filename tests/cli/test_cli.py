@@ -86,7 +86,7 @@ def test_backends_are_named_where_the_user_asks():
     (line,) = quiet.stderr.splitlines()
     assert "tokens/s" in line
     lines = verbose.stderr.splitlines()
-    assert any(line.startswith("scheme w4a16 for a w4a4 checkpoint: cpu has") for line in lines)
+    assert any(line.startswith("scheme w4a16 for weights declared w4a4: cpu has") for line in lines)
     assert any(line.startswith("backend moe_w4a16_cpu for moe_mlp") for line in lines)
 
 
@@ -165,7 +165,7 @@ def test_inspect_reads_headers_alone(run, tmp_path):
     for target in TARGETS:
         assert f"\n{target}\n" in out
     blackwell = out[out.index("cuda 10.0\n") : out.index("cuda 12.0\n")]
-    assert "scheme  w4a4: the checkpoint declares w4a4 and cuda 10.0 has FP4 tensor" in blackwell
+    assert "scheme  w4a4: the weights are declared w4a4 and cuda 10.0 has FP4 tensor" in blackwell
     assert "backend moe_w4a4_sm100" in blackwell
     hopper = out[out.index("cuda 9.0\n") : out.index("cuda 10.0\n")]
     assert "scheme  w4a16" in hopper

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
 from jax_nvfp4_moe.checkpoint.writing import sole_writer
+from jax_nvfp4_moe.nn import saving
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.saving import LAYOUTS, restore, save
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
@@ -309,11 +310,97 @@ def test_folders_that_do_not_serve(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="expected a new or an empty folder"):
         save(tmp_path, moe)
-    with pytest.raises(CheckpointError, match=r"layouts\.json' is missing"):
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path} has no layouts\.json"):
         restore(tmp_path, moe)
+    with pytest.raises(ValueError, match=r"file is a file$"):
+        save(tmp_path / "file", moe)
+
+
+def small_tree(value):
+    return {"weight": jnp.full((2, 16), value, jnp.float32)}
+
+
+def value_in(folder):
+    return float(restore(folder, small_tree(0))["weight"][0, 0])
+
+
+def test_an_earlier_save_is_replaced_when_asked(tmp_path):
+    save(tmp_path, small_tree(1))
+    with pytest.raises(ValueError, match=r"has an earlier save.*overwrite=True"):
+        save(tmp_path, small_tree(2))
+    assert value_in(tmp_path) == 1
+    for value in (2, 3, 4):
+        save(tmp_path, small_tree(value), overwrite=True)
+        assert value_in(tmp_path) == value
+        assert len(os.listdir(tmp_path)) == 2
+    save(tmp_path / "new" / "folder", small_tree(5), overwrite=True)
+    assert value_in(tmp_path / "new" / "folder") == 5
+
+
+def test_other_files_are_never_overwritten(tmp_path):
+    save(tmp_path, small_tree(1))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="has files in it that are no save"):
+        save(tmp_path, small_tree(2), overwrite=True)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert value_in(tmp_path) == 1
+
+
+@pytest.mark.parametrize("when", ["arrays", "record"])
+def test_an_earlier_save_outlives_a_failure(when, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "no space left")
+
+    save(tmp_path, small_tree(1))
+    before = sorted(os.listdir(tmp_path))
+    with monkeypatch.context() as patch:
+        if when == "arrays":
+            patch.setattr(orbax.checkpoint.StandardCheckpointer, "save", fail)
+        else:
+            patch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="no space left"):
+            save(tmp_path, small_tree(2), overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert value_in(tmp_path) == 1
+    save(tmp_path, small_tree(3), overwrite=True)
+    assert value_in(tmp_path) == 3
+
+
+@pytest.mark.parametrize("after", ["arrays", "record"])
+def test_an_earlier_save_outlives_a_killed_process(after, tmp_path, monkeypatch):
+    """The process ends before the record is renamed, or between that and the deletion."""
+    save(tmp_path, small_tree(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_clear", lambda folder: None)  # a killed process deletes nothing
+        if after == "arrays":
+            patch.setattr(saving, "_finish", lambda folder: None)
+        save(tmp_path, small_tree(2), overwrite=True)
+    assert {"arrays", "arrays.next"} <= set(os.listdir(tmp_path))
+    assert value_in(tmp_path) == {"arrays": 1, "record": 2}[after]
+    with pytest.raises(ValueError, match="has an earlier save"):
+        save(tmp_path, small_tree(3))
+    save(tmp_path, small_tree(3), overwrite=True)
+    assert value_in(tmp_path) == 3
+    assert len(os.listdir(tmp_path)) == 2
 
 
 def test_tensors_know_their_layout_in_a_tree():
     params = experts(4, 64, 32)
     flipped = dataclasses.replace(params.down, layout="cpu_16x16")
     assert jax.tree.structure(params.down) != jax.tree.structure(flipped)
+
+
+def test_folders_of_earlier_versions_are_read(tmp_path):
+    """The names of arrays in a folder do not depend on layouts, as the paths of a pytree do."""
+    small = {"num_experts": 2, "hidden": 64, "intermediate": 64}
+    moe = NVFP4MoE(**small, top_k=1, params=experts(*small.values()), rngs=nnx.Rngs(0))
+    save(tmp_path / "m", moe)
+    record = json.loads((tmp_path / "m" / LAYOUTS).read_text())
+    expected = {
+        f"experts/params.{weight}.{name}"
+        for weight in ("gate_up", "down")
+        for name in ("packed", "block_scale", "global_scale")
+    }
+    scales = {"experts/params.gate_up_input_scale", "experts/params.down_input_scale"}
+    assert record["arrays"].keys() == expected | scales | {"router_weight"}
+    assert moe.experts.params.get_value().layout != "canonical"

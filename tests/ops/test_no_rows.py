@@ -55,12 +55,8 @@ def test_results(name, dtype):
                 np.testing.assert_array_equal(*pair)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_and_a_mapped_axis_without_rows(name):
-    """Gradients are zeros, and an axis of no calls gives results with that axis."""
-    call = CALLS[name]
+def check_gradients(call):
     dtype = call.dtypes[0]
-    full = jax.eval_shape(call.results_of, *shapes(call, dtype, FULL))
 
     def loss(*operands):
         return sum(x.astype(jnp.float32).sum() for x in call.results_of(*operands)[:1])
@@ -80,6 +76,20 @@ def test_gradients_and_a_mapped_axis_without_rows(name):
     found = jax.jit(gradient)(*given)
     assert [x.shape for x in found] == [given[i].shape for i in floats]
     assert not any(np.asarray(x, np.float32).any() for x in found)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_and_a_mapped_axis_without_rows(name):
+    """Gradients are zeros, and an axis of no calls gives results with that axis."""
+    call = CALLS[name]
+    dtype = call.dtypes[0]
+    full = jax.eval_shape(call.results_of, *shapes(call, dtype, FULL))
+
+    if name.startswith("quantize_nvfp4"):
+        with pytest.raises(ValueError, match="quantize_nvfp4 has no derivative"):
+            check_gradients(call)
+    else:
+        check_gradients(call)
     none = [jax.ShapeDtypeStruct((0, *x.shape), x.dtype) for x in shapes(call, dtype, FULL)]
     mapped = jax.eval_shape(jax.vmap(call.results_of), *none)
     assert [(x.shape, x.dtype) for x in mapped] == [((0, *x.shape), x.dtype) for x in full]

@@ -17,7 +17,7 @@ from host_devices import BOUND, SHAPES, call, difference, make_mesh, name_shape,
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import NVFP4MoE, Target, load_model, load_moe, ops
-from jax_nvfp4_moe.backends.resolution import log_conversion
+from jax_nvfp4_moe.backends.conversion import forget_reports
 from jax_nvfp4_moe.parallel import run_sharded
 from jax_nvfp4_moe.parallel.shard_order import join_shards
 from jax_nvfp4_moe.parallel.shard_spec import array_layouts, find_layout
@@ -123,11 +123,11 @@ def test_shards_are_prepared_for_their_own_number_of_experts():
     )
     given = {"params": params, "mesh": make_mesh((2, 1)), "rngs": nnx.Rngs(0)}
     moe = NVFP4MoE(**sizes, top_k=2, **given)
-    log_conversion.cache_clear()  # it logs each message once in a process
-    with unittest.mock.patch.object(logging.getLogger("jax_nvfp4_moe"), "info") as info:
+    forget_reports()  # it logs each message once in a process
+    with unittest.mock.patch.object(logging.getLogger("jax_nvfp4_moe"), "warning") as warning:
         program = jax.jit(lambda moe, x: moe(x)).lower(moe, jnp.zeros((4, 16))).as_text()
     assert "nvfp4_moe_w4a16_cpu" in program
-    assert not [entry for entry in info.call_args_list if "converts weights" in entry.args[0]]
+    assert not [entry for entry in warning.call_args_list if "converts weights" in entry.args[0]]
 
 
 def test_a_sum_of_explicit_tokens_that_are_cut():

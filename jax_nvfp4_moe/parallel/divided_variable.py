@@ -1,0 +1,73 @@
+"""Variables whose path in a pytree tells how a mesh divides them.
+
+The rows of a divided variable are in the order of its shards, see `shard_spec.ShardLayout`. The
+shapes are those of other numbers of shards, so a checkpointer that stores arrays by their paths
+would restore rows in a wrong order. The path of a divided value therefore names its order. If no
+mesh divides a variable, the path is that of any `nnx.Variable`.
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+METADATA = "shard"  # the name under which a variable stores its `shard_spec.ShardLayout`
+
+
+def name_of_order(layout: Any) -> str:
+    """Return what the name of a value in the order of a `ShardLayout` ends in; nothing for None."""
+    if layout is None:
+        return ""
+    segments = "_".join(f"{width}x{parts}" for width, parts in layout.segments)
+    return f"_{layout.axis}_{segments}_on_{layout.shards}_shards"
+
+
+def _in_words(layout):
+    """Say how a value is divided."""
+    return "that no mesh divides" if layout is None else f"that is divided as {layout}"
+
+
+def _flatten(variable):
+    """Return the value of a variable, and its metadata."""
+    return (variable.get_raw_value(),), tuple(sorted(variable.get_metadata().items()))
+
+
+def _flatten_with_key(variable):
+    """Return the value of a variable with its key, and its metadata."""
+    (value,), static = _flatten(variable)
+    name = "value" + name_of_order(variable.get_metadata(METADATA, None))
+    return ((jax.tree_util.GetAttrKey(name), value),), static
+
+
+def _unflatten(cls):
+    """Return the function that makes a variable of class `cls` from its metadata and its value."""
+    return lambda static, children: cls.from_metadata(children[0], dict(static))
+
+
+class DividedVariable:
+    """A base class of variables that may have a `ShardLayout`; it stands before `nnx.Variable`."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        """Register the class as a pytree, in place of `nnx.Variable.__init_subclass__`."""
+        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_key, _unflatten(cls), _flatten)
+
+    def update_from_state(self: Any, variable_state: Any) -> None:
+        """Take the value of `variable_state`, as `nnx.update` does.
+
+        Raises:
+          ValueError: the value is divided in another way. Its rows would be in a wrong order.
+        """
+        own, given = (one.get_metadata(METADATA, None) for one in (self, variable_state))
+        if own != given:
+            raise ValueError(
+                f"state: expected a value {_in_words(own)}, because the module that is updated has "
+                f"one; got a value {_in_words(given)}. Save the other module with `nvfp4.save`, "
+                "and `nvfp4.restore` converts it"
+            )
+        super().update_from_state(variable_state)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class DividedParam(DividedVariable, nnx.Param):
+    """An `nnx.Param` that a mesh divides; a parameter that no mesh divides is an `nnx.Param`."""
