@@ -21,7 +21,7 @@ from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, check_moe_params
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.ops.moe import check_dtype, check_input_scales, check_row_order, moe_mlp
-from jax_nvfp4_moe.ops.preparation import convert, plan_experts
+from jax_nvfp4_moe.ops.preparation import convert, find_checkpoint_scheme, plan_experts
 from jax_nvfp4_moe.parallel import (
     DISPATCHES,
     ExpertMesh,
@@ -211,7 +211,7 @@ class NVFP4Experts(RoutedExperts):
         params: MoEParams,
         options: ExpertOptions,
         *,
-        checkpoint_scheme: Scheme | str = Scheme.W4A16,
+        checkpoint_scheme: Scheme | str | None = None,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
         backend: str | Sequence[str] | None = None,
@@ -222,7 +222,8 @@ class NVFP4Experts(RoutedExperts):
         Args:
           params: `MoEParams` of the whole layer, in any layout.
           options: options that do not depend on the weights.
-          checkpoint_scheme: scheme that the checkpoint declares: "w4a16" (the default) or "w4a4".
+          checkpoint_scheme: scheme that the checkpoint declares: "w4a16" or "w4a4". None (default)
+            means "w4a4" if `params` have input scales, and "w4a16" if not.
           scheme: None, "checkpoint" or a `Scheme`, as for `NVFP4MoE`.
           target: the device to run on. None takes JAX's default device.
           backend: None, a name or a sequence of names, as for `NVFP4MoE`.
@@ -234,7 +235,7 @@ class NVFP4Experts(RoutedExperts):
         """
         self.plan: Plan = plan_experts(
             params,
-            checkpoint_scheme=checkpoint_scheme,
+            checkpoint_scheme=checkpoint_scheme or find_checkpoint_scheme(params),
             scheme=scheme,
             target=target,
             backend=backend,
@@ -341,7 +342,7 @@ def make_experts(
     params: Any,
     options: ExpertOptions,
     *,
-    checkpoint_scheme: CheckpointScheme | str = Scheme.W4A16,
+    checkpoint_scheme: CheckpointScheme | str = None,
     scheme: Scheme | str | None = None,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
@@ -353,7 +354,8 @@ def make_experts(
       params: weights of the whole layer. `MoEParams`, or `DenseExperts` if `checkpoint_scheme` is
         an `FP8ActivationScaling` or None.
       options: options that do not depend on the weights.
-      checkpoint_scheme: scheme that the checkpoint declares; None for unquantized experts.
+      checkpoint_scheme: scheme that the checkpoint declares. None (default) for unquantized
+        experts. With `MoEParams`, None means "w4a4" if they have input scales and "w4a16" if not.
       scheme: None, "checkpoint" or a `Scheme`, as for `NVFP4MoE`.
       target: the device to run on. None takes the devices of `mesh`, or JAX's default device.
       backend: None, a name or a sequence of names, as for `NVFP4MoE`.
@@ -371,6 +373,8 @@ def make_experts(
     if expert_mesh is not None:
         _check_dispatch_axis(options.dispatch, expert_mesh)
         target = target or expert_mesh.target
+    if checkpoint_scheme is None and isinstance(params, MoEParams):
+        checkpoint_scheme = find_checkpoint_scheme(params)
     dense = checkpoint_scheme is None or checkpoint_scheme in list(FP8ActivationScaling)
     if isinstance(params, DenseExperts) != dense:
         raise ValueError(

@@ -122,7 +122,7 @@ class NVFP4Linear(nnx.Module):
         if bias is not None:
             check_shape("bias", bias.shape, (out_features,))
         _check_input_scale(input_scale, self.scheme)
-        self.bias = None if bias is None else nnx.Param(bias)
+        self.bias = wrap_value(nnx.Param, bias)
         self.input_scale = wrap_scale(input_scale)
 
     @classmethod
@@ -212,8 +212,8 @@ def read_value(variable):
 
 
 def wrap_value(kind, value):
-    """Return a variable of class `kind` that holds `value`, or None if `value` is None."""
-    return None if value is None else kind(value)
+    """Return a variable of class `kind` that holds an array, or None if `value` is None."""
+    return None if value is None else kind(jnp.asarray(value))
 
 
 def wrap_scale(value):

@@ -48,9 +48,9 @@ MODULES = {
     "a user's model": Users,
 }
 SHOWN = {
-    "experts": {"NVFP4MoE", "NVFP4Experts"},
+    "experts": {"NVFP4MoE", "TokenRouter", "NVFP4Experts"},
     "linear": {"NVFP4Linear"},
-    "a user's model": {"Users", "Linear", "NVFP4MoE", "NVFP4Experts", "NVFP4Linear"},
+    "a user's model": {"Users", "Linear", "NVFP4MoE", "TokenRouter", "NVFP4Experts", "NVFP4Linear"},
 }
 
 
