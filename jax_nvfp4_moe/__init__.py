@@ -19,6 +19,8 @@ from jax_nvfp4_moe.inference.exporting import export_checks, load_exported
 from jax_nvfp4_moe.inference.generation import generate, stream
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model, load_moe
+from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.nn.experts import NVFP4Experts
 from jax_nvfp4_moe.nn.explanation import explain
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
@@ -28,6 +30,7 @@ from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, quantize, quantize_experts
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.quantization.casting import cast_model
+from jax_nvfp4_moe.quantization.module_calibration import calibrate
 from jax_nvfp4_moe.quantization.pipeline import quantize_model
 from jax_nvfp4_moe.scheme import Choice, NoBackendError, Problem, Scheme, Target
 
@@ -40,8 +43,10 @@ __all__ = [
     "CheckpointError",
     "Choice",
     "MoEParams",
+    "NVFP4Experts",
     "NVFP4Linear",
     "NVFP4MoE",
+    "NVFP4Param",
     "NVFP4Tensor",
     "NoBackendError",
     "Problem",
@@ -49,6 +54,7 @@ __all__ = [
     "Scheme",
     "Target",
     "__version__",
+    "calibrate",
     "cast_model",
     "evaluate",
     "explain",

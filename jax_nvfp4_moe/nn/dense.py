@@ -15,7 +15,17 @@ class NVFP4Param(nnx.Variable):
     """A variable that holds frozen weights: quantized matrices, their scales, and routed experts.
 
     The value is an `NVFP4Tensor`, `MoEParams`, `DenseExperts`, an `FP8Tensor` or a float32 scale.
-    The class is not an `nnx.Param`, so optimizers, `nnx.grad` and LoRA skip it.
+    The class is not an `nnx.Param`, so optimizers, `nnx.grad` and LoRA skip it. Use it in filters.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> moe = nvfp4.NVFP4MoE(8, 64, 32, top_k=2, rngs=nnx.Rngs(0))
+      >>> frozen, trained = nnx.state(moe, nvfp4.NVFP4Param, nnx.Param)
+      >>> list(frozen), list(trained)
+      (['experts'], ['token_router'])
+
+    Source: `nnx.Variable` and the filters of Flax.
     """
 
 

@@ -11,7 +11,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.nn.dense import DenseLinear
-from jax_nvfp4_moe.nn.experts import ExpertOptions, RoutedExperts, make_experts
+from jax_nvfp4_moe.nn.experts import (
+    ExpertOptions,
+    RoutedExperts,
+    make_experts,
+    quantize_kernels,
+)
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import check_rngs, random_matrix
 from jax_nvfp4_moe.nn.token_router import TokenRouter, check_parts, one_router
@@ -239,10 +244,10 @@ class NVFP4MoE(nnx.Module):
     @classmethod
     def from_dense(
         cls,
-        gate: Float[Array, "e h i"] | None,
-        up: Float[Array, "e h i"],
+        gate: Float[Array, "e h n"] | None,
+        up: Float[Array, "e h i"] | None,
         down: Float[Array, "e i h"],
-        router_kernel: Float[Array, "h e"],
+        router_kernel: Float[Array, "h e"] | None,
         **options: Any,
     ) -> "NVFP4MoE":
         """Quantize the kernels of a mixture of experts as Flax models store them.
@@ -252,12 +257,17 @@ class NVFP4MoE(nnx.Module):
         `quantize_experts` and keeps the router unquantized.
 
         Args:
-          gate: ``[e, h, i]`` in any float dtype, or None if the activation is not gated.
-          up: ``[e, h, i]`` in any float dtype; h and i are multiples of 16.
+          gate: ``[e, h, i]`` in any float dtype, or None if the activation is not gated. If `up` is
+            None, gate and up in one kernel: ``[e, h, 2i]``. All gate columns then come before all
+            up columns, or they alternate if the activation is "swigluoai".
+          up: ``[e, h, i]`` in any float dtype, or None; h and i are multiples of 16.
           down: ``[e, i, h]`` in any float dtype.
-          router_kernel: ``[h, e]`` in any float dtype.
-          **options: keyword arguments of the constructor other than `params` and `router_weight`,
-            such as `top_k`.
+          router_kernel: ``[h, e]`` in any float dtype, which is stored in `param_dtype`. None makes
+            a block without a router, or with the one that you pass as `token_router`. Without a
+            router, call ``moe.experts(x, expert_ids, expert_weights)``.
+          **options: keyword arguments of `quantize_experts`, such as ``algorithm="search"``,
+            `gate_up_bias` or `down_input_scale`. Also those of the constructor other than `params`
+            and `router_weight`, such as `top_k`.
 
         Returns:
           An `NVFP4MoE` of e experts, with ``hidden = h`` and ``intermediate = i``.
@@ -275,27 +285,25 @@ class NVFP4MoE(nnx.Module):
           >>> gate, up = (jax.random.normal(key, (8, 64, 32)) for key in keys[:2])
           >>> down = jax.random.normal(keys[2], (8, 32, 64))
           >>> router_kernel = jax.random.normal(keys[3], (64, 8))
-          >>> moe = nvfp4.NVFP4MoE.from_dense(gate, up, down, router_kernel, top_k=2)
+          >>> moe = nvfp4.NVFP4MoE.from_dense(
+          ...     gate, up, down, router_kernel, top_k=2, algorithm="search"
+          ... )
           >>> moe(jnp.ones((5, 64), jnp.bfloat16)).shape
           (5, 64)
         """
-        kernels = {"gate": gate, "up": up, "down": down, "router_kernel": router_kernel}
-        shapes = {name: jnp.shape(array) for name, array in kernels.items() if array is not None}
-        if len(shapes["up"]) != 3:
-            raise ValueError(
-                f"up: expected three axes, [experts, inputs, outputs]; got shape {shapes['up']}"
-            )
-        e, h, i = shapes["up"]
-        wanted = {"gate": (e, h, i), "down": (e, i, h), "router_kernel": (h, e)}
-        for name, shape in wanted.items():
-            if shapes.get(name, shape) != shape:
+        params, options = quantize_kernels(gate, up, down, options)
+        e, h, i = params.num_experts, params.hidden, params.intermediate
+        if router_kernel is None:
+            options = {"use_router": "token_router" in options} | options
+        else:
+            weight = jnp.asarray(router_kernel, options.get("param_dtype", jnp.float32)).T
+            if weight.shape != (e, h):
                 raise ValueError(
-                    f"{name}: expected shape {shape} to go with up {shapes['up']}, inputs before "
-                    f"outputs as in Flax; got {shapes[name]}"
+                    f"router_kernel: expected shape {(h, e)} to go with down {(e, i, h)}, inputs "
+                    f"before outputs as in Flax; got {weight.T.shape}"
                 )
-        params = quantize_experts(*(_transpose(kernel) for kernel in (gate, up, down)))
-        weight = jnp.asarray(router_kernel).T
-        return cls(e, h, i, params=params, router_weight=weight, **options)
+            options["router_weight"] = weight
+        return cls(e, h, i, params=params, **options)
 
     @property
     def router(self) -> Router | None:
@@ -475,11 +483,6 @@ def _route_by_rows(router, expert_mesh, given):
 
     found = share_rows(run, expert_mesh, rows, *leaves)
     return tuple(part.reshape(*lead, part.shape[-1]) for part in found)
-
-
-def _transpose(kernel):
-    """Return kernels ``[e, inputs, outputs]`` as ``[e, outputs, inputs]``; None stays None."""
-    return None if kernel is None else jnp.swapaxes(jnp.asarray(kernel), 1, 2)
 
 
 def _fresh_experts(num_experts, hidden, intermediate, row, rngs):

@@ -270,8 +270,8 @@ def test_the_scheme_is_settled_at_construction():
 def test_own_experts_without_input_scales_are_told_what_to_do():
     own = quantize_experts(*jnp.ones((2, 8, 32, 64)), jnp.ones((8, 64, 32)))
     told = (
-        r"w4a4 needs input scales.*gate_up_input_scale.*checkpoint_scheme='w4a4'"
-        r".*w4a4_token_scale"
+        r"w4a4 needs input scales.*nvfp4\.calibrate\(model, batches, scheme='w4a4'\)"
+        r".*gate_up_input_scale.*w4a4_token_scale"
     )
     with pytest.raises(ValueError, match=f"scheme: {told}"):
         make(params=own, scheme="w4a4")
@@ -279,7 +279,9 @@ def test_own_experts_without_input_scales_are_told_what_to_do():
         make(params=own, scheme="w4a4", checkpoint_scheme="w4a4")
     scale = jnp.full(8, 1 / 2688, jnp.float32)
     own = dataclasses.replace(own, gate_up_input_scale=scale, down_input_scale=scale)
-    assert make(params=own, scheme="w4a4", checkpoint_scheme="w4a4").experts.scheme is Scheme.W4A4
+    assert make(params=own, scheme="w4a4").experts.scheme is Scheme.W4A4
+    with pytest.raises(ValueError, match=f"scheme: {told}"):
+        make(params=own, scheme="w4a4", checkpoint_scheme="w4a16")
 
 
 def test_experts_the_other_way_around_are_told_which_axis_is_which():
