@@ -42,7 +42,9 @@ from jax_nvfp4_moe.parallel import (
     shard_experts,
 )
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, check_row_scales
+from jax_nvfp4_moe.parallel.expert_specs import expert_specs
 from jax_nvfp4_moe.parallel.experts import convert_shards, expert_layout
+from jax_nvfp4_moe.parallel.partition_specs import note_specs
 from jax_nvfp4_moe.parallel.placement import ExpertSlots, to_physical_ids
 from jax_nvfp4_moe.parallel.shard_spec import find_layout, mark
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Plan, Scheme, Target
@@ -155,6 +157,7 @@ class RoutedExperts(nnx.Module):
             params = shard_experts(params, expert_mesh, layout=layout, **how)
         self.params = NVFP4Param(params)
         mark(self.params, divided)
+        self._note_specs()
         self.slots: ExpertSlots | None = nnx.data(None)
 
     def __call__(
@@ -211,6 +214,12 @@ class RoutedExperts(nnx.Module):
         divided = find_layout(self.params)
         self.params = NVFP4Param(params)
         mark(self.params, divided)
+        self._note_specs()
+
+    def _note_specs(self):
+        """Store in `params` how their arrays are sharded, for `nnx.get_partition_spec`."""
+        if self.expert_mesh is not None:
+            note_specs(self.params, expert_specs(self.params.get_value(), self.expert_mesh))
 
 
 class NVFP4Experts(RoutedExperts):
