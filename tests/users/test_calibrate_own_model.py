@@ -15,6 +15,13 @@ BATCHES = np.random.default_rng(0).standard_normal((2, 5, HIDDEN)).astype(np.flo
 F32 = {"dtype": jnp.float32}
 
 
+@pytest.fixture(autouse=True)
+def _float32():
+    """Sum float32 on a GPU too, so that all forms of a model compute the same numbers."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
 class Block(nnx.Module):
     """A residual block with a router of the user, experts, and a linear layer behind them."""
 

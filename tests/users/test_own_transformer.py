@@ -20,9 +20,9 @@ CONSOLE = {"width": 200, "force_terminal": False, "force_jupyter": False}
 
 
 @pytest.fixture(autouse=True)
-def _promotion_as_users_have_it():
-    """Adam of optax relies on it."""
-    with jax.numpy_dtype_promotion("standard"):
+def _settings():
+    """Promote dtypes as users do, which Adam of optax relies on, and sum float32 on a GPU too."""
+    with jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("float32"):
         yield
 
 
