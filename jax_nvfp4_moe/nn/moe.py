@@ -229,7 +229,7 @@ class NVFP4MoE(nnx.Module):
         if makes_router:
             how = {"target": self.target, "dtype": self.dtype, "param_dtype": param_dtype}
             token_router = _make_router(num_experts, hidden, rule, given, rngs=rngs, **how)
-        self.token_router = nnx.data(token_router)
+        self.token_router: Any = nnx.data(token_router)
         if self.experts.expert_mesh is not None and token_router is not None:
             whole = replicate(nnx.state(token_router), self.experts.expert_mesh)
             nnx.update(token_router, whole)

@@ -230,7 +230,10 @@ def one_router(top_k: int | None, router: Router | None) -> Router:
             "router: expected one of top_k and router, and None for the other; "
             f"got {top_k} and {router}"
         )
-    return Router(top_k) if router is None else router
+    if router is not None:
+        return router
+    assert top_k is not None
+    return Router(top_k)
 
 
 def check_parts(
