@@ -104,9 +104,9 @@ NEEDS_INPUT_SCALES = (
     "`jax-nvfp4-moe quantize SOURCE DESTINATION --text FILE`. For your own model, make it without "
     "a scheme, and run `nvfp4.calibrate(model, batches, scheme='w4a4')`. Or pass your own scales "
     "(float32, amax / 2688 of the activations that enter each GEMM): gate_up_input_scale and "
-    "down_input_scale of MoEParams, or input_scale of NVFP4Linear, with "
-    "checkpoint_scheme='w4a4', which is their default. The schemes w4a4_unit_scale and "
-    "w4a4_token_scale need no input scales"
+    "down_input_scale of MoEParams, or input_scale of NVFP4Linear, together with scheme='w4a4' or "
+    "checkpoint_scheme='w4a4'. The schemes w4a4_unit_scale and w4a4_token_scale need no input "
+    "scales"
 )
 
 

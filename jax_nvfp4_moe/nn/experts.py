@@ -30,7 +30,7 @@ from jax_nvfp4_moe.ops.moe import check_dtype, check_input_scales, check_row_ord
 from jax_nvfp4_moe.ops.preparation import (
     convert,
     convert_stacked,
-    find_checkpoint_scheme,
+    default_checkpoint_scheme,
     plan_experts,
     plan_with_input_scales,
 )
@@ -273,7 +273,8 @@ class NVFP4Experts(RoutedExperts):
           params: `MoEParams` of the whole layer, in any layout.
           options: options that do not depend on the weights. None (default) makes them of `fields`.
           checkpoint_scheme: scheme that the checkpoint declares: "w4a16" or "w4a4". None (default)
-            means "w4a4" if `params` have input scales, and "w4a16" if not.
+            means "w4a4" if `scheme` is "w4a4" and `params` have input scales, and "w4a16"
+            otherwise.
           scheme: None, "checkpoint" or a `Scheme`, as for `NVFP4MoE`.
           target: the device to run on. None takes JAX's default device.
           backend: None, a name or a sequence of names, as for `NVFP4MoE`.
@@ -293,7 +294,8 @@ class NVFP4Experts(RoutedExperts):
             raise ValueError(f"options: expected None together with {', '.join(fields)}")
         self.plan: Plan = plan_experts(
             params,
-            checkpoint_scheme=checkpoint_scheme or find_checkpoint_scheme(params),
+            checkpoint_scheme=checkpoint_scheme
+            or default_checkpoint_scheme(params.has_input_scales, scheme),
             scheme=scheme,
             target=target,
             backend=backend,
@@ -536,7 +538,8 @@ def make_experts(
         an `FP8ActivationScaling` or None.
       options: options that do not depend on the weights.
       checkpoint_scheme: scheme that the checkpoint declares. None (default) for unquantized
-        experts. With `MoEParams`, None means "w4a4" if they have input scales and "w4a16" if not.
+        experts. With `MoEParams`, None means "w4a4" if `scheme` is "w4a4" and they have input
+        scales, and "w4a16" otherwise.
       scheme: None, "checkpoint" or a `Scheme`, as for `NVFP4MoE`.
       target: the device to run on. None takes the devices of `mesh`, or JAX's default device.
       backend: None, a name or a sequence of names, as for `NVFP4MoE`.
@@ -555,7 +558,7 @@ def make_experts(
         _check_dispatch_axis(options.dispatch, expert_mesh)
         target = target or expert_mesh.target
     if checkpoint_scheme is None and isinstance(params, MoEParams):
-        checkpoint_scheme = find_checkpoint_scheme(params)
+        checkpoint_scheme = default_checkpoint_scheme(params.has_input_scales, scheme)
     dense = checkpoint_scheme is None or checkpoint_scheme in list(FP8ActivationScaling)
     if isinstance(params, DenseExperts) != dense:
         raise ValueError(

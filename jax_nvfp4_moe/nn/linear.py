@@ -16,6 +16,7 @@ from jax_nvfp4_moe.ops.moe import check_dtype
 from jax_nvfp4_moe.ops.preparation import (
     convert,
     convert_stacked,
+    default_checkpoint_scheme,
     plan_product,
     plan_with_input_scales,
 )
@@ -93,7 +94,8 @@ class NVFP4Linear(nnx.Module):
           input_scale: float32 scalar, the global scale of the activations, ``amax / 2688``. Scheme
             "w4a4" requires it; the other schemes ignore it. Defaults to None.
           checkpoint_scheme: the scheme that the checkpoint declares for this weight: "w4a16" or
-            "w4a4". None (default) means "w4a4" if there is an `input_scale`, and "w4a16" if not.
+            "w4a4". None (default) means "w4a4" if `scheme` is "w4a4" and there is an `input_scale`,
+            and "w4a16" otherwise.
           scheme: the scheme to run. None chooses from `checkpoint_scheme` and the device;
             "checkpoint" takes `checkpoint_scheme`; otherwise a `Scheme` or its name.
           target: the device to run on. None takes JAX's default device.
@@ -118,11 +120,10 @@ class NVFP4Linear(nnx.Module):
         if weight is None:
             weight = random_tensor(shape, rngs)
         check_shape("weight", weight.shape, shape)
-        if checkpoint_scheme is None:
-            checkpoint_scheme = Scheme.W4A16 if input_scale is None else Scheme.W4A4
         self.plan = plan_product(
             weight,
-            checkpoint_scheme=checkpoint_scheme,
+            checkpoint_scheme=checkpoint_scheme
+            or default_checkpoint_scheme(input_scale is not None, scheme),
             scheme=scheme,
             target=target,
             backend=backend,

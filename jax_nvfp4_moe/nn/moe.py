@@ -166,9 +166,9 @@ class NVFP4MoE(nnx.Module):
           latent: `LatentProjections`, if the routed experts are narrower than `hidden`. Defaults to
             None.
           checkpoint_scheme: the scheme that the checkpoint declares for the experts. "w4a16" or
-            "w4a4" with `MoEParams`, where None (default) means "w4a4" if they have input scales
-            and "w4a16" if not. An `FP8ActivationScaling` or None (unquantized) with
-            `DenseExperts`.
+            "w4a4" with `MoEParams`, where None (default) means "w4a4" if `scheme` is "w4a4" and
+            they have input scales, and "w4a16" otherwise. An `FP8ActivationScaling` or None
+            (unquantized) with `DenseExperts`.
           scheme: the scheme to run. None chooses from `checkpoint_scheme` and the device;
             "checkpoint" takes `checkpoint_scheme`; otherwise a `Scheme` or its name.
           target: the device to run on. None takes the devices of `mesh`, or JAX's default device.

@@ -90,6 +90,15 @@ def find_checkpoint_scheme(params: MoEParams) -> Scheme:
     return Scheme.W4A4 if params.has_input_scales else Scheme.W4A16
 
 
+def default_checkpoint_scheme(has_input_scales: bool, scheme: Scheme | str | None) -> Scheme:
+    """Return the scheme that the weights of a module stand for if its caller declares none.
+
+    It is w4a4 if the weights have input scales and `scheme`, the requested scheme, is w4a4.
+    Otherwise it is w4a16, also for weights with input scales, as in a relabeled W4A4 file.
+    """
+    return Scheme.W4A4 if has_input_scales and scheme == Scheme.W4A4 else Scheme.W4A16
+
+
 def plan_with_input_scales(plan: Plan, scheme: Scheme | str | None = None) -> Plan:
     """Return the plan of the same op for weights that now have calibrated input scales.
 
