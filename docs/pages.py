@@ -86,10 +86,17 @@ PAGES = {
     "layers": Page(
         "Layers",
         "Flax NNX modules for your own models.",
-        ("nn.linear", "nn.moe", "nn.dense", "numerics.routing", "numerics.activations"),
+        (
+            "nn.linear",
+            "nn.moe",
+            "nn.experts",
+            "nn.dense",
+            "numerics.routing",
+            "numerics.activations",
+        ),
         more=(
+            "nn.token_router.TokenRouter",
             "nn.moe.LatentProjections",
-            "nn.experts.NVFP4Experts",
             "nn.experts.FP8Experts",
             "nn.experts.UnquantizedExperts",
             "nn.experts.ExpertOptions",
@@ -127,6 +134,7 @@ PAGES = {
         "Make an NVFP4 model, and measure how much accuracy it lost.",
         (
             "quantization.pipeline",
+            "quantization.module_calibration",
             "quantization.calibration",
             "numerics.rounding",
             "inference.evaluation",

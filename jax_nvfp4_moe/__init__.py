@@ -24,6 +24,8 @@ from jax_nvfp4_moe.inference.generation import GenerationStats, generate, stream
 from jax_nvfp4_moe.inference.generative_model import GenerativeModel
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model, load_moe
+from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.nn.experts import NVFP4Experts
 from jax_nvfp4_moe.nn.explanation import explain
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
@@ -33,6 +35,7 @@ from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, quantize, quantize_experts
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.quantization.casting import cast_model
+from jax_nvfp4_moe.quantization.module_calibration import calibrate
 from jax_nvfp4_moe.quantization.pipeline import quantize_model
 from jax_nvfp4_moe.scheme import Choice, NoBackendError, Problem, Scheme, Target
 
@@ -47,8 +50,10 @@ __all__ = [
     "GenerationStats",
     "GenerativeModel",
     "MoEParams",
+    "NVFP4Experts",
     "NVFP4Linear",
     "NVFP4MoE",
+    "NVFP4Param",
     "NVFP4Tensor",
     "NoBackendError",
     "Problem",
@@ -56,6 +61,7 @@ __all__ = [
     "Scheme",
     "Target",
     "__version__",
+    "calibrate",
     "cast_model",
     "evaluate",
     "explain",

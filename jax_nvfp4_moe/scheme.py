@@ -101,10 +101,12 @@ CHECKPOINT = "checkpoint"  # requests the scheme that the file declares
 W4A4_SCHEMES = frozenset(Scheme) - {Scheme.W4A16}
 NEEDS_INPUT_SCALES = (
     "w4a4 needs input scales, and these weights have none. To calibrate a checkpoint, run "
-    "`jax-nvfp4-moe quantize SOURCE DESTINATION --text FILE`. For your own experts, set "
-    "gate_up_input_scale and down_input_scale of MoEParams (float32 [e], amax / 2688 of the "
-    "activations that enter each GEMM) and pass NVFP4MoE(checkpoint_scheme='w4a4'). The schemes "
-    "w4a4_unit_scale and w4a4_token_scale need no input scales"
+    "`jax-nvfp4-moe quantize SOURCE DESTINATION --text FILE`. For your own model, make it without "
+    "a scheme, and run `nvfp4.calibrate(model, batches, scheme='w4a4')`. Or pass your own scales "
+    "(float32, amax / 2688 of the activations that enter each GEMM): gate_up_input_scale and "
+    "down_input_scale of MoEParams, or input_scale of NVFP4Linear, together with scheme='w4a4' or "
+    "checkpoint_scheme='w4a4'. The schemes w4a4_unit_scale and w4a4_token_scale need no input "
+    "scales"
 )
 
 

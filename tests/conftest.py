@@ -235,6 +235,8 @@ LONG_MODULES = (
     "test_balance.py",
     "test_saving.py",
     "test_training_mesh.py",
+    "test_own_transformer.py",
+    "test_calibrate_own_model.py",
     "test_fp8_attention.py",
     "test_mixed_formats.py",
     "test_distributed.py",

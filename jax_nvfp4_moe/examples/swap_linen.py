@@ -75,7 +75,7 @@ def swap(variables):
     # Flax stores kernels as [inputs, outputs]. NVFP4 packs along the inputs, so they must be last.
     experts = (dense[name].swapaxes(1, 2) for name in ("gate", "up", "down"))
     params = nvfp4.prepare(nvfp4.quantize_experts(*experts), scheme="w4a16")
-    router = {"router_weight": dense["router"]["kernel"].T}
+    router = {"token_router": {"weight": dense["router"]["kernel"].T}}
     return {
         "params": {**variables["params"], "moe": router},
         "NVFP4Param": {"moe": {"experts": {"params": params}}},  # a collection of frozen weights

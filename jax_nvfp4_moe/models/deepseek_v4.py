@@ -267,7 +267,7 @@ class StreamLayer(nnx.Module):
             x = connection.apply(x, y)
         with jax.named_scope("mlp"):
             read, connection = self.mlp_connection(x)
-            own = (ids,) if self.mlp.token_experts is not None else ()
+            own = (ids,) if self.mlp.token_router.token_experts is not None else ()
             y = self.mlp(self.mlp_norm(read), *own)
             return Streams(connection.apply(x, y), ids), entries
 
@@ -306,26 +306,26 @@ def build_moe(config: DeepseekV4Config, layer: int, make: Builder) -> NVFP4MoE:
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
     params, checkpoint_scheme = make.experts(f"{path}.experts.params", e, h, config.intermediate)
-    shared = bias = table = None
+    shared = None
     if config.shared_intermediate:
         build = functools.partial(GatedMLP, activation=config.activation)
         width = config.shared_intermediate
         shared = build_gated_mlp(make, f"{path}.shared_experts", h, width, build)
-    if layer in config.hash_layers:
-        shape = (config.vocab_size, config.router.top_k)
-        table = make.array(f"{path}.token_experts", shape, dtype=jnp.int32)
-    else:
-        bias = make.array(f"{path}.router_bias", (e,), dtype=jnp.float32)
+    hashed = layer in config.hash_layers  # the id of a token decides its experts
     return NVFP4MoE(
         e,
         h,
         config.intermediate,
-        router=config.router,
         activation=config.activation,
         params=params,
-        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
-        router_bias=bias,
-        token_experts=table,
+        token_router=make.token_router(
+            path,
+            e,
+            h,
+            config.router,
+            correction_bias=not hashed,
+            table_rows=config.vocab_size if hashed else None,
+        ),
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),
@@ -370,9 +370,9 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
         "self_attn.compressor.indexer.scorer.weights_proj",
     ),
     "mlp.experts.params": ("ffn.experts", "mlp.experts"),
-    "mlp.router_weight": ("ffn.gate.weight", "mlp.gate.weight"),
-    "mlp.router_bias": ("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
-    "mlp.token_experts": ("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
+    "mlp.token_router.weight": ("ffn.gate.weight", "mlp.gate.weight"),
+    "mlp.token_router.correction_bias": ("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
+    "mlp.token_router.token_experts": ("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
     "mlp.shared_experts.gate_up.gate": ("ffn.shared_experts.w1", "mlp.shared_experts.gate_proj"),
     "mlp.shared_experts.gate_up.up": ("ffn.shared_experts.w3", "mlp.shared_experts.up_proj"),
     "mlp.shared_experts.down": ("ffn.shared_experts.w2", "mlp.shared_experts.down_proj"),

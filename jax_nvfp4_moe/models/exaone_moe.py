@@ -98,7 +98,7 @@ KEYS = {
     **gated_mlp_keys("layers.*.mlp", _BLOCK),
     **moe_keys(_BLOCK, shared="shared_experts"),
     # The name in published files, and the name that transformers 5 uses in memory.
-    "layers.*.mlp.router_bias": (
+    "layers.*.mlp.token_router.correction_bias": (
         f"{_BLOCK}.e_score_correction_bias",
         f"{_BLOCK}.gate.e_score_correction_bias",
     ),

@@ -276,7 +276,7 @@ def build_moe(config: Gemma4Config, layer: int, make: Builder) -> NVFP4MoE:
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
     params, checkpoint_scheme = make.experts(f"{path}.experts.params", e, h, config.intermediate)
-    scale = make.variable(f"{path}.router_norm.scale", (h,), dtype=jnp.float32)
+    scale = make.variable(f"{path}.token_router.norm.scale", (h,), dtype=jnp.float32)
 
     def build_dense(make, path, hidden, width):
         return DenseMLP(make, path, hidden, width, config.eps)
@@ -285,12 +285,11 @@ def build_moe(config: Gemma4Config, layer: int, make: Builder) -> NVFP4MoE:
         e,
         h,
         config.intermediate,
-        router=config.router,
         activation=_ACTIVATION,
         params=params,
-        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
-        router_norm=RouterNorm(scale, config.eps),
-        router_scale=make.array(f"{path}.router_scale", (e,), dtype=jnp.float32),
+        token_router=make.token_router(
+            path, e, h, config.router, scale=True, norm=RouterNorm(scale, config.eps)
+        ),
         shared_experts=build_gated_mlp(
             make, f"{path}.shared_experts", h, config.shared_intermediate, build_dense
         ),
@@ -335,8 +334,8 @@ KEYS = {
     "layers.*.mlp.latent.up": f"{_LAYER}.post_feedforward_layernorm_2",
     # The name that transformers and ModelOpt write, and the name in some published files.
     "layers.*.mlp.experts.params": (f"{_LAYER}.experts", f"{_LAYER}.moe.experts"),
-    "layers.*.mlp.router_weight": f"{_LAYER}.router.proj.weight",
-    "layers.*.mlp.router_norm.scale": f"{_LAYER}.router.scale",
-    "layers.*.mlp.router_scale": f"{_LAYER}.router.per_expert_scale",
+    "layers.*.mlp.token_router.weight": f"{_LAYER}.router.proj.weight",
+    "layers.*.mlp.token_router.norm.scale": f"{_LAYER}.router.scale",
+    "layers.*.mlp.token_router.scale": f"{_LAYER}.router.per_expert_scale",
 }
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)

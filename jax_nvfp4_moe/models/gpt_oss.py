@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from jax_nvfp4_moe.models.config import Fields, find_rope_fields, read_positions, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
@@ -157,12 +155,10 @@ def build_moe(config: GptOssConfig, layer: int, make: Builder) -> NVFP4MoE:
         e,
         h,
         config.intermediate,
-        router=config.router,
         # The file alternates gate and up rows. Loading has put the gate rows before the up rows.
         activation=find_activation("swigluoai_uninterleave", limit=_LIMIT),
         params=params,
-        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
-        router_logit_bias=make.array(f"{path}.router_logit_bias", (e,), dtype=jnp.float32),
+        token_router=make.token_router(path, e, h, config.router, logit_bias=True),
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),
     )
@@ -177,6 +173,6 @@ KEYS = {
     **DECODER_KEYS,
     **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
     **moe_keys("model.layers.*.mlp", router="router"),
-    "layers.*.mlp.router_logit_bias": "model.layers.*.mlp.router.bias",
+    "layers.*.mlp.token_router.logit_bias": "model.layers.*.mlp.router.bias",
 }
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)

@@ -269,9 +269,8 @@ def build_moe(config: GraniteConfig, layer: int, make: Builder) -> NVFP4MoE:
         e,
         h,
         config.intermediate,
-        router=config.router,
         params=params,
-        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
+        token_router=make.token_router(path, e, h, config.router),
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),
@@ -304,7 +303,10 @@ KEYS = {
     **below("layers.*.mlp.shared_experts", "model.layers.*.shared_mlp", _SHARED),
     "layers.*.mlp.experts.params": f"{_BLOCK}.experts",
     # The name in published files, and the name that transformers 5 uses in memory.
-    "layers.*.mlp.router_weight": (f"{_BLOCK}.router.layer.weight", f"{_BLOCK}.router.weight"),
+    "layers.*.mlp.token_router.weight": (
+        f"{_BLOCK}.router.layer.weight",
+        f"{_BLOCK}.router.weight",
+    ),
 }
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
 HYBRID = Architecture(read_hybrid_config, build_model, build_moe, KEYS)

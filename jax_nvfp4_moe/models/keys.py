@@ -67,9 +67,9 @@ def moe_keys(*names: str, router: str = "gate", bias: str = "", shared: str = ""
       shared: the name of the shared experts. Empty for none.
     """
     path = "layers.*.mlp"
-    parts = {"experts.params": "experts", "router_weight": f"{router}.weight"}
+    parts = {"experts.params": "experts", "token_router.weight": f"{router}.weight"}
     if bias:
-        parts["router_bias"] = bias
+        parts["token_router.correction_bias"] = bias
     table = dict(below(path, names, parts))
     if shared:
         stems = tuple(f"{name}.{shared}" for name in names)

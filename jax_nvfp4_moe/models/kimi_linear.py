@@ -216,7 +216,9 @@ def _keys(up: str, decay: str, blocks: tuple[str, ...]) -> KeyTable:
         **dict.fromkeys((f"{path}.out", f"{path}.out_proj"), outputs),
         **gated_mlp_keys("layers.*.mlp", blocks),
         **moe_keys(*blocks, shared="shared_experts"),
-        "layers.*.mlp.router_bias": tuple(f"{name}.{bias}" for name in blocks for bias in _BIASES),
+        "layers.*.mlp.token_router.correction_bias": tuple(
+            f"{name}.{bias}" for name in blocks for bias in _BIASES
+        ),
     }
 
 

@@ -105,7 +105,7 @@ def build_mixer(config: SparseConfig, layer: int, make: Builder):
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     declared = config.attention.router_bias
-    stored = make.has(f"layers.{layer}.mlp.router_bias")
+    stored = make.has(f"layers.{layer}.mlp.token_router.correction_bias")
     if stored and not declared:
         make.warn("use_expert_bias is false, but the file stores expert_bias; it is used")
     return build_block(config, layer, make, bias=declared or stored)

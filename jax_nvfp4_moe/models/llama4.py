@@ -219,7 +219,7 @@ class Attention(HeadParallel):
         q, k = jnp.split(qk, [config.num_heads], axis=2)
         if not self.rotated and config.temperature is not None:
             q = _grow(q, positions, *config.temperature)
-        seen, entries = self.kv.append(entries, positions, k=k, v=v)
+        seen, entries = self.kv.append(entries, positions, {"k": k, "v": v})
         how = {"chunk": self.chunk, "target": self.target, **self.kv.scale_options}
         y = attention(q, seen["k"], seen["v"], positions, **how)
         return self.out(pack_like(lax.collapse(y, 2), positions, x)), entries
@@ -277,9 +277,8 @@ def build_moe(config: Llama4Config, layer: int, make: Builder) -> NVFP4MoE:
         e,
         h,
         config.intermediate,
-        router=config.router,
         params=params,
-        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
+        token_router=make.token_router(path, e, h, config.router),
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),

@@ -61,6 +61,7 @@ from jax_nvfp4_moe.ops.moe import DTYPES
 from jax_nvfp4_moe.parallel import DISPATCHES
 from jax_nvfp4_moe.parallel.dispatch import check_platform
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, find_expert_mesh
+from jax_nvfp4_moe.parallel.partition_specs import note_divided
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
 # The names that ``architectures`` of a ``config.json`` may have.
@@ -320,6 +321,8 @@ class LoadPlan:
         leaves, tree = jax.tree.flatten(found)
         made = tree.unflatten(leaves)  # a copy: the modules of the plan stay without weights
         fill(made, self.path if path is None else path, self.parts, reader, self.settings)
+        if self.settings.expert_mesh is not None:
+            note_divided(made, self.settings.expert_mesh)
         return made
 
 

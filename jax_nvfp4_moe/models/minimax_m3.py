@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
@@ -177,11 +175,9 @@ def build_moe(config: MiniMaxM3Config, layer: int, make: Builder) -> NVFP4MoE:
         e,
         h,
         config.intermediate,
-        router=config.router,
         activation=config.activation,
         params=params,
-        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
-        router_bias=make.array(f"{path}.router_bias", (e,), dtype=jnp.float32),
+        token_router=make.token_router(path, e, h, config.router, correction_bias=True),
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),
@@ -232,7 +228,7 @@ KEYS = {
     **below(
         "layers.*.mlp.shared_experts", tuple(f"{name}.shared_experts" for name in _BLOCKS), _JOINED
     ),
-    "layers.*.mlp.router_bias": (
+    "layers.*.mlp.token_router.correction_bias": (
         f"{_BLOCKS[0]}.e_score_correction_bias",
         f"{_BLOCKS[1]}.gate.e_score_correction_bias",
     ),

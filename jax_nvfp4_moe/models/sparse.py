@@ -5,8 +5,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.nn.building import Builder
@@ -269,23 +267,21 @@ def build_block(
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
     params, checkpoint_scheme = make.experts(f"{path}.experts.params", e, h, config.intermediate)
-    shared = router_bias = None
+    shared = None
     if config.shared_intermediate:
         build = functools.partial(GatedMLP, activation=shared_activation)
         shared = build_gated_mlp(
             make, f"{path}.shared_experts", h, config.shared_intermediate, build
         )
-    if bias:
-        router_bias = make.array(f"{path}.router_bias", (e,), dtype=jnp.float32, stored=stored_bias)
     return NVFP4MoE(
         e,
         h,
         config.intermediate,
-        router=config.router,
         activation=activation,
         params=params,
-        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
-        router_bias=router_bias,
+        token_router=make.token_router(
+            path, e, h, config.router, correction_bias=bias, stored_bias=stored_bias
+        ),
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),

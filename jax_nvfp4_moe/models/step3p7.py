@@ -309,7 +309,7 @@ KEYS = {
     **gated_mlp_keys(
         "layers.*.mlp.shared_experts", (f"{_LAYER}.mlp.shared_experts", f"{_LAYER}.share_expert")
     ),
-    "layers.*.mlp.router_bias": (
+    "layers.*.mlp.token_router.correction_bias": (
         f"{_BLOCKS[0]}.gate.e_score_correction_bias",
         f"{_BLOCKS[1]}.router_bias",
     ),

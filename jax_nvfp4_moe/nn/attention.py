@@ -109,7 +109,11 @@ class KeysAndValues(nnx.Module):
         dtype = jnp.float8_e4m3fn if rounded else self.dtype
         return empty_entries(batch, max_length, dtype, **self.shapes)
 
-    def append(self, entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
+    # Modules pass arrays to methods by position: `jax.vjp`, by which `nnx.tabulate` counts the
+    # operations of a method's derivative, takes no arguments by name.
+    def append(
+        self, entries, positions: Int32[Array, "b t"], new: Mapping[str, Float[Array, "b t m d"]]
+    ):
         """Write `new` into the cache as the function `append` does, rounded if there are scales.
 
         `ops.prepare_heads` with `head_options` writes the same numbers into a cache.
@@ -117,7 +121,7 @@ class KeysAndValues(nnx.Module):
         Args:
           entries: cache entries by name, or None without a cache.
           positions: position of each token, int32 ``[b, t]``.
-          **new: keys and values of the new tokens by name, ``[b, t, m, d]``.
+          new: keys and values of the new tokens by name, ``[b, t, m, d]``.
 
         Returns:
           The keys and values that attention sees, ``[b, m, s, d]``, and the updated entries. Both
@@ -142,7 +146,7 @@ class KeysAndValues(nnx.Module):
             return {}
         return {**self.scale_options, "multiply_by_reciprocal": self.multiply_by_reciprocal}
 
-    def widen(self, **kept: Float[Array, "b m s d"]) -> Mapping[str, Array]:
+    def widen(self, kept: Mapping[str, Float[Array, "b m s d"]]) -> Mapping[str, Array]:
         """Return what `append` returned, times the scale of each head in the module's dtype."""
         if self.scales is None:
             return kept
@@ -151,7 +155,7 @@ class KeysAndValues(nnx.Module):
             for name, value in kept.items()
         }
 
-    def rounded(self, **values: Float[Array, "b m s d"]) -> Mapping[str, Array]:
+    def rounded(self, values: Mapping[str, Float[Array, "b m s d"]]) -> Mapping[str, Array]:
         """Return keys and values ``[b, m, s, d]``, rounded to FP8 and back if there are scales."""
         if self.scales is None:
             return values

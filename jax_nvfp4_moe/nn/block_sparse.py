@@ -66,8 +66,8 @@ class BlockSparseAttention(Attention):
         index = [self.index_q_norm(index_q), self.index_k_norm(index_k)]
         if self.config.rope is not None:
             index = [rotate(part, positions, self.config.rope) for part in index]
-        seen, kept = self.kv.append(entries, positions, k=k, v=v)
-        seen = self.kv.widen(**seen)  # `block_attention` reads no FP8
+        seen, kept = self.kv.append(entries, positions, {"k": k, "v": v})
+        seen = self.kv.widen(seen)  # `block_attention` reads no FP8
         seen_index, kept_index = append(entries, positions, index=index[1])
         y = block_attention(
             q,

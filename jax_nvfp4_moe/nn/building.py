@@ -25,6 +25,8 @@ from jax_nvfp4_moe.nn.merged_linear import MergedLinear, find_runs, join_weights
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.nn.scaled_linear import ScaledLinear
 from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.token_router import TokenRouter
+from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.experts import check_experts
 from jax_nvfp4_moe.parallel.shard_spec import (
@@ -195,15 +197,57 @@ class Builder:
         source = self._table.array(self.key(path), tuple(shape), **options)
         return self._note(path, {"": source}, lambda values: values[""])
 
-    def router_weight(self, path: str, shape: Sequence[int]) -> jax.Array:
-        """Make the weight ``[e, h]`` of a router, which is replicated on all devices.
+    def token_router(
+        self,
+        block: str,
+        num_experts: int,
+        hidden: int,
+        router: Router,
+        *,
+        correction_bias: bool = False,
+        stored_bias: Sequence[int] | None = None,
+        logit_bias: bool = False,
+        scale: bool = False,
+        table_rows: int | None = None,
+        norm: Callable[..., Any] | None = None,
+    ) -> TokenRouter:
+        """Make the router of an expert block, which is replicated on all devices.
 
-        It is float32. On a GPU it stays in bfloat16 if file and model have that dtype, because
-        tensor cores multiply such numbers exactly.
+        Its weight is float32. On a GPU it stays in bfloat16 if file and model have that dtype,
+        because tensor cores multiply such numbers exactly. The path of the router is
+        ``block.token_router``, and those of its parts have the names of its attributes.
+
+        Args:
+          block: path of the block.
+          num_experts: number of experts.
+          hidden: width of the tokens.
+          router: the rule that turns logits into experts.
+          correction_bias: whether the scores are corrected. Defaults to False.
+          stored_bias: shape of the correction in the file, if it has further axes of length 1.
+          logit_bias: whether the logits have a bias. Defaults to False.
+          scale: whether each expert has a factor of its own. Defaults to False.
+          table_rows: number of token ids whose experts are in a table; None (default) for no table.
+          norm: module through which the router reads tokens; None (default) for none.
         """
-        settings = self.settings
+        settings, path, e = self.settings, f"{block}.token_router", num_experts
         exact = settings.dtype == jnp.bfloat16 and settings.target.platform == "cuda"
-        return self.array(path, shape, dtype=jnp.float32, keeps_bfloat16=exact)
+
+        def part(name, wanted, shape=(e,), dtype: Any = jnp.float32, **options):
+            return self.array(f"{path}.{name}", shape, dtype=dtype, **options) if wanted else None
+
+        return TokenRouter(
+            e,
+            hidden,
+            router=router,
+            weight=part("weight", True, (e, hidden), keeps_bfloat16=exact),
+            correction_bias=part("correction_bias", correction_bias, stored=stored_bias),
+            logit_bias=part("logit_bias", logit_bias),
+            scale=part("scale", scale),
+            token_experts=part("token_experts", table_rows, (table_rows, router.top_k), jnp.int32),
+            norm=norm,
+            target=settings.target,
+            dtype=settings.dtype,
+        )
 
     def variable(
         self,

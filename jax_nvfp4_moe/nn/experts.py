@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +17,24 @@ from jaxtyping import Array, Float, Int, Shaped
 from jax_nvfp4_moe.backends.resolution import resolve_again
 from jax_nvfp4_moe.nn.dense import NVFP4Param, find_activation_scaling
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.numerics.activations import ActivationCall
+from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.arguments import check_kind
 from jax_nvfp4_moe.numerics.routing import narrow_ids
-from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, check_moe_params
+from jax_nvfp4_moe.numerics.tensor import (
+    DenseExperts,
+    MoEParams,
+    check_moe_params,
+    quantize_experts,
+)
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.ops.moe import check_dtype, check_input_scales, check_row_order, moe_mlp
-from jax_nvfp4_moe.ops.preparation import convert, plan_experts
+from jax_nvfp4_moe.ops.preparation import (
+    convert,
+    convert_stacked,
+    default_checkpoint_scheme,
+    plan_experts,
+    plan_with_input_scales,
+)
 from jax_nvfp4_moe.parallel import (
     DISPATCHES,
     ExpertMesh,
@@ -32,7 +44,9 @@ from jax_nvfp4_moe.parallel import (
 )
 from jax_nvfp4_moe.parallel.dispatch import check_platform
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, check_row_scales
+from jax_nvfp4_moe.parallel.expert_specs import expert_specs
 from jax_nvfp4_moe.parallel.experts import convert_shards, expert_layout
+from jax_nvfp4_moe.parallel.partition_specs import note_specs
 from jax_nvfp4_moe.parallel.placement import ExpertSlots, to_physical_ids
 from jax_nvfp4_moe.parallel.shard_spec import find_layout, mark
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Plan, Scheme, Target
@@ -45,8 +59,10 @@ class ExpertOptions:
     """Options of the routed experts of one layer that do not depend on the weights; static.
 
     Attributes:
-      top_k: number of experts per token.
-      activation: `ActivationCall` between the two products.
+      top_k: number of experts per token, 1 by default. It matters only above 32, which is the most
+        that the kernels accept.
+      activation: activation between the two products: a name, "silu" by default, or the result of
+        `find_activation`. The field then is an `ActivationCall`.
       weight_on_input: whether the expert weight multiplies the expert's input (Llama 4) instead of
         its output. Defaults to False.
       dtype: dtype of the result, to which inputs are cast: bfloat16 (the default), float16 or
@@ -55,19 +71,20 @@ class ExpertOptions:
       capacity: rows per pair of shards and round of "all_to_all", or None; see `NVFP4MoE`.
 
     Raises:
-      ValueError: the dtype or `dispatch` is not supported, or `capacity` is given with another
-        `dispatch` than "all_to_all".
+      ValueError: the activation is unknown, the dtype or `dispatch` is not supported, or `capacity`
+        is given with another `dispatch` than "all_to_all".
     """
 
-    top_k: int
-    activation: ActivationCall
+    top_k: int = 1
+    activation: Any = "silu"
     weight_on_input: bool = False
     dtype: Any = jnp.bfloat16
     dispatch: str = "psum"
     capacity: int | None = None
 
     def __post_init__(self):
-        """Check the fields, and normalize `dtype` to a `jnp.dtype`."""
+        """Check the fields, and normalize `activation` and `dtype`."""
+        object.__setattr__(self, "activation", find_activation(self.activation))
         object.__setattr__(self, "dtype", check_dtype(self.dtype))
         if self.dispatch not in DISPATCHES:
             raise ValueError(
@@ -141,6 +158,7 @@ class RoutedExperts(nnx.Module):
             divided = expert_layout(params, expert_mesh, **how)
             params = shard_experts(params, expert_mesh, layout=layout, **how)
         self.params = mark(NVFP4Param(params), divided)
+        self._note_specs()
         self.slots: ExpertSlots | None = nnx.data(None)
 
     def __call__(
@@ -216,45 +234,88 @@ class RoutedExperts(nnx.Module):
         """
         divided = find_layout(self.params)
         self.params = mark(NVFP4Param(params), divided)
+        self._note_specs()
+
+    def _note_specs(self):
+        """Store in `params` how their arrays are sharded, for `nnx.get_partition_spec`."""
+        if self.expert_mesh is not None:
+            note_specs(self.params, expert_specs(self.params.get_value(), self.expert_mesh))
 
 
 class NVFP4Experts(RoutedExperts):
-    """Routed experts in NVFP4.
+    """Routed experts in NVFP4, without a router: for a model that has a router of its own.
+
+    ``y[t] = sum_j expert_weights[t, j] * expert[expert_ids[t, j]](x[t])``
 
     Attributes:
+      params: `NVFP4Param` that holds `MoEParams` in the layout of the plan. On a mesh its arrays
+        are global arrays; see `parallel.experts`.
       plan: static `scheme.Plan`. The scheme, the backend and the layout of `params`, chosen once
         when the module is made. Every call follows it.
+      slots: `ExpertSlots`, or None. Where each expert is stored after `place_model` has replicated
+        or moved it. None means that expert i is stored at index i.
+      options: static `ExpertOptions`.
+      expert_mesh: static `ExpertMesh` that holds the experts, or None for one device.
+      scheme: static `Scheme` that runs.
+      checkpoint_scheme: static scheme that the weights stand for.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> gate, up = (jax.random.normal(key, (8, 64, 32)) for key in keys[:2])  # Flax kernels
+      >>> down = jax.random.normal(keys[2], (8, 32, 64))
+      >>> experts = nvfp4.NVFP4Experts.from_dense(gate, up, down)
+      >>> expert_ids = jnp.array([[0, 3], [7, -1]])  # -1 is no expert
+      >>> experts(jnp.ones((2, 64), jnp.bfloat16), expert_ids, jnp.full((2, 2), 0.5)).shape
+      (2, 64)
+
+    Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
+    Mixture-of-Experts Layer", arXiv:1701.06538.
     """
 
     def __init__(
         self,
         params: MoEParams,
-        options: ExpertOptions,
+        options: ExpertOptions | None = None,
         *,
-        checkpoint_scheme: Scheme | str = Scheme.W4A16,
+        checkpoint_scheme: Scheme | str | None = None,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
         backend: str | Sequence[str] | None = None,
         expert_mesh: ExpertMesh | None = None,
+        **fields: Any,
     ):
         """Choose scheme and backend, and convert `params` to the layout of the backend.
 
         Args:
           params: `MoEParams` of the whole layer, in any layout.
-          options: options that do not depend on the weights.
-          checkpoint_scheme: scheme that the checkpoint declares: "w4a16" (the default) or "w4a4".
+          options: options that do not depend on the weights. None (default) makes them of `fields`.
+          checkpoint_scheme: scheme that the checkpoint declares: "w4a16" or "w4a4". None (default)
+            means "w4a4" if `scheme` is "w4a4" and `params` have input scales, and "w4a16"
+            otherwise.
           scheme: None, "checkpoint" or a `Scheme`, as for `NVFP4MoE`.
           target: the device to run on. None takes JAX's default device.
           backend: None, a name or a sequence of names, as for `NVFP4MoE`.
           expert_mesh: devices that hold the experts, or None for one device.
+          **fields: fields of `ExpertOptions`, such as `activation` or `dtype`, instead of
+            `options`.
 
         Raises:
-          ValueError: the weights do not fit the scheme, the activation or the mesh.
+          ValueError: the weights do not fit the scheme, the activation or the mesh. Also if
+            `options` and `fields` are both given.
+          TypeError: `ExpertOptions` has no such field.
           NoBackendError: no backend can run the experts.
         """
+        if options is None:
+            options = ExpertOptions(**fields)
+        elif fields:
+            raise ValueError(f"options: expected None together with {', '.join(fields)}")
         self.plan: Plan = plan_experts(
             params,
-            checkpoint_scheme=checkpoint_scheme,
+            checkpoint_scheme=checkpoint_scheme
+            or default_checkpoint_scheme(params.has_input_scales, scheme),
             scheme=scheme,
             target=target,
             backend=backend,
@@ -273,6 +334,35 @@ class NVFP4Experts(RoutedExperts):
             check_row_scales(expert_mesh, self.scheme)
         super().__init__(params, options, expert_mesh=expert_mesh, layout=self.plan.layout)
 
+    @classmethod
+    def from_dense(
+        cls,
+        gate: Float[Array, "e h n"] | None,
+        up: Float[Array, "e h i"] | None,
+        down: Float[Array, "e i h"],
+        **options: Any,
+    ) -> "NVFP4Experts":
+        """Quantize the kernels of experts as Flax models store them, inputs before outputs.
+
+        Args:
+          gate: ``[e, h, i]`` in any float dtype, or None if the activation is not gated. If `up` is
+            None, gate and up in one kernel: ``[e, h, 2i]``, as for `NVFP4MoE.from_dense`.
+          up: ``[e, h, i]``, or None; h and i are multiples of 16.
+          down: ``[e, i, h]``.
+          **options: keyword arguments of `quantize_experts`, such as `algorithm`, and those of the
+            constructor, such as `activation` or `scheme`.
+
+        Returns:
+          `NVFP4Experts` with ``x [..., h]``.
+
+        Raises:
+          ValueError: shapes disagree, or h or i is not a multiple of 16. Also the errors of the
+            constructor.
+          NoBackendError: no backend can run the experts.
+        """
+        params, options = quantize_kernels(gate, up, down, options)
+        return cls(params, **options)
+
     def _op(self) -> Callable:
         """Return `ops.moe_mlp` with the plan that `params` were prepared for."""
         return functools.partial(
@@ -281,6 +371,41 @@ class NVFP4Experts(RoutedExperts):
             activation=self.options.activation,
             weight_on_input=self.options.weight_on_input,
         )
+
+    def set_input_scales(
+        self,
+        gate_up: Float[Array, "..."],
+        down: Float[Array, "..."],
+        *,
+        scheme: Scheme | str | None = None,
+    ) -> None:
+        """Set calibrated input scales, and plan again for weights that have them.
+
+        Args:
+          gate_up: float32 scalar, amax / 2688 of what enters the first product of all experts. If
+            the module is stacked, as `nnx.vmap` makes it, one value for each layer.
+          down: the same for the second product.
+          scheme: the scheme to run from now on, as for `NVFP4MoE`. None (default) keeps what the
+            module was asked for.
+
+        Raises:
+          ValueError: the experts are on a mesh, or the scheme is unknown.
+          NoBackendError: no backend can run the experts.
+        """
+        if self.expert_mesh is not None:
+            raise ValueError("input scales: expected experts on one device, not on a mesh")
+        plan, params = plan_with_input_scales(self.plan, scheme), self.params.get_value()
+        whole = params.down.packed.shape[:-2]
+
+        def spread(scale):
+            return jnp.broadcast_to(jnp.asarray(scale, jnp.float32)[..., None], whole)
+
+        params = dataclasses.replace(
+            params, gate_up_input_scale=spread(gate_up), down_input_scale=spread(down)
+        )
+        self.params.set_value(convert_stacked(params, plan.layout, len(whole) - 1))
+        self.plan = plan
+        self.scheme, self.checkpoint_scheme = plan.scheme, plan.checkpoint_scheme
 
     def replace_params(self, params: Any) -> None:
         """Replace the weights by others of the same widths, and plan again for their number.
@@ -357,11 +482,70 @@ class UnquantizedExperts(RoutedExperts):
         )
 
 
+# Arguments of `quantize_experts` that `from_dense` takes among its options. `interleaved` follows
+# from the activation.
+_QUANTIZED_BY = frozenset(inspect.signature(quantize_experts).parameters) - {"interleaved"}
+
+
+def quantize_kernels(
+    gate, up, down, options: Mapping[str, Any]
+) -> tuple[MoEParams, dict[str, Any]]:
+    """Quantize the kernels of experts as Flax models store them.
+
+    Args:
+      gate: ``[e, h, i]``; ``[e, h, 2i]`` if `up` is None; None if the activation is not gated.
+      up: ``[e, h, i]``, or None.
+      down: ``[e, i, h]``.
+      options: keyword arguments of `quantize_experts` and of a constructor, mixed.
+
+    Returns:
+      `MoEParams`, and the options that are left for the constructor.
+
+    Raises:
+      ValueError: as for `quantize_experts`.
+    """
+    own = {name: value for name, value in options.items() if name in _QUANTIZED_BY}
+    rest = {name: value for name, value in options.items() if name not in _QUANTIZED_BY}
+    _check_kernels({"gate": gate, "up": up, "down": down})
+    call = find_activation(options.get("activation", "silu"))
+    interleaved = call.row.interleaved and up is None
+    matrices = (_transpose(kernel) for kernel in (gate, up, down))
+    return quantize_experts(*matrices, interleaved=interleaved, **own), rest
+
+
+def _check_kernels(kernels):
+    """Check the shapes of the kernels, and name axes in the order of Flax."""
+    shapes = {name: jnp.shape(array) for name, array in kernels.items() if array is not None}
+    name = "up" if "up" in shapes else "gate"
+    if name not in shapes:
+        raise ValueError("up: expected [e, h, i], or gate and up in `gate`; got None for both")
+    if len(shapes[name]) != 3:
+        raise ValueError(
+            f"{name}: expected three axes, [experts, inputs, outputs]; got shape {shapes[name]}"
+        )
+    e, h, i = shapes[name]
+    if name == "gate" and i % 2:
+        raise ValueError(f"gate: expected gate and up, an even number of outputs; got {i}")
+    i = i if name == "up" else i // 2
+    wanted = ({"gate": (e, h, i)} if name == "up" else {}) | {"down": (e, i, h)}
+    for other, shape in wanted.items():
+        if shapes.get(other, shape) != shape:
+            raise ValueError(
+                f"{other}: expected shape {shape} to go with {name} {shapes[name]}, inputs before "
+                f"outputs as in Flax; got {shapes[other]}"
+            )
+
+
+def _transpose(kernel):
+    """Return kernels ``[e, inputs, outputs]`` as ``[e, outputs, inputs]``; None stays None."""
+    return None if kernel is None else jnp.swapaxes(jnp.asarray(kernel), 1, 2)
+
+
 def make_experts(
     params: Any,
     options: ExpertOptions,
     *,
-    checkpoint_scheme: CheckpointScheme | str = Scheme.W4A16,
+    checkpoint_scheme: CheckpointScheme | str = None,
     scheme: Scheme | str | None = None,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
@@ -373,7 +557,9 @@ def make_experts(
       params: weights of the whole layer. `MoEParams`, or `DenseExperts` if `checkpoint_scheme` is
         an `FP8ActivationScaling` or None.
       options: options that do not depend on the weights.
-      checkpoint_scheme: scheme that the checkpoint declares; None for unquantized experts.
+      checkpoint_scheme: scheme that the checkpoint declares. None (default) for unquantized
+        experts. With `MoEParams`, None means "w4a4" if `scheme` is "w4a4" and they have input
+        scales, and "w4a16" otherwise.
       scheme: None, "checkpoint" or a `Scheme`, as for `NVFP4MoE`.
       target: the device to run on. None takes the devices of `mesh`, or JAX's default device.
       backend: None, a name or a sequence of names, as for `NVFP4MoE`.
@@ -392,8 +578,10 @@ def make_experts(
         _check_dispatch_axis(options.dispatch, expert_mesh)
         target = target or expert_mesh.target
         check_platform(options.dispatch, target)
-    dense = checkpoint_scheme is None or checkpoint_scheme in list(FP8ActivationScaling)
     check_kind("params", params, MoEParams, DenseExperts)
+    if checkpoint_scheme is None and isinstance(params, MoEParams):
+        checkpoint_scheme = default_checkpoint_scheme(params.has_input_scales, scheme)
+    dense = checkpoint_scheme is None or checkpoint_scheme in list(FP8ActivationScaling)
     if isinstance(params, DenseExperts) != dense:
         raise ValueError(
             "checkpoint_scheme: expected 'w4a16' or 'w4a4' with MoEParams, and an "

@@ -153,7 +153,7 @@ class Attention(HeadParallel):
         config = self.config
         if entries is None or not config.plain_heads:
             q, k, v = self._split(qkv, positions)
-            seen, entries = self.kv.append(entries, positions, k=k, v=v)
+            seen, entries = self.kv.append(entries, positions, {"k": k, "v": v})
             return q, seen, entries
         q_weight, k_weight = self._head_weights()
         q, k, v = prepare_heads(

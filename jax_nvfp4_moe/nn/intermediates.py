@@ -8,22 +8,52 @@ the same program::
       y = model(x)
   seen["layers.0.attention.out"]  # list of the values that each call of that module recorded
 
+`listen` hands each value to a function where the module records it.
+
 Under `jax.jit`, use `capture` inside the traced function and return the values that you need.
 Values that leave the function in another way are leaked tracers.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from flax import nnx
 
 Seen = dict[str, list[Any]]  # path of a module -> values that its calls recorded
 
-_captures: contextvars.ContextVar[tuple[tuple[dict[int, str], Seen], ...]] = contextvars.ContextVar(
-    "captures", default=()
+
+class _Listener(NamedTuple):
+    """Who takes the values that modules record: a test of modules, and a function."""
+
+    wants: Callable[[nnx.Module], bool]
+    take: Callable[[nnx.Module, Any], None]
+
+
+_listeners: contextvars.ContextVar[tuple[_Listener, ...]] = contextvars.ContextVar(
+    "listeners", default=()
 )
+
+
+@contextlib.contextmanager
+def listen(
+    take: Callable[[nnx.Module, Any], None], wants: Callable[[nnx.Module], bool]
+) -> Iterator[None]:
+    """Call ``take(module, value)`` when a module records a value.
+
+    Inside a transformation such as `nnx.scan`, Flax makes new modules that stand for the original
+    ones. `take` then gets such a module, and values that are tracers.
+
+    Args:
+      take: function of a module and of the value that it records.
+      wants: function that returns whether `take` wants the values of a module.
+    """
+    token = _listeners.set((*_listeners.get(), _Listener(wants, take)))
+    try:
+        yield
+    finally:
+        _listeners.reset(token)
 
 
 @contextlib.contextmanager
@@ -35,21 +65,21 @@ def capture(root: nnx.Module) -> Iterator[Seen]:
     """
     paths = {id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(root)}
     seen: Seen = {}
-    token = _captures.set((*_captures.get(), (paths, seen)))
-    try:
+
+    def take(module, value):
+        seen.setdefault(paths[id(module)], []).append(value)
+
+    with listen(take, lambda module: id(module) in paths):
         yield seen
-    finally:
-        _captures.reset(token)
 
 
 def record(module: nnx.Module, value: Any) -> None:
-    """Add `value` to every active `capture` that contains `module`."""
-    for paths, seen in _captures.get():
-        path = paths.get(id(module))
-        if path is not None:
-            seen.setdefault(path, []).append(value)
+    """Hand `value` to every active `capture` that contains `module`, and to all that listen."""
+    for listener in _listeners.get():
+        if listener.wants(module):
+            listener.take(module, value)
 
 
 def is_recorded(module: nnx.Module) -> bool:
-    """Return whether an active `capture` contains `module`, so that `record` keeps values of it."""
-    return any(id(module) in paths for paths, _ in _captures.get())
+    """Return whether `record` hands on values of `module`."""
+    return any(listener.wants(module) for listener in _listeners.get())

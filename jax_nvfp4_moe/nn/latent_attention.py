@@ -247,7 +247,8 @@ class LatentAttention(HeadParallel):
             k, v = self._expand(seen, *matrices)
         else:
             k, v = self._expand_rounded(seen)
-        k, v = self.kv.rounded(k=k, v=v).values()
+        rounded = self.kv.rounded({"k": k, "v": v})
+        k, v = rounded["k"], rounded["v"]
         return self._attend_to(q, k, v, positions, chosen)
 
     def _head_groups(self, seen) -> int:

@@ -13,9 +13,15 @@ from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.numerics.arguments import as_array, check_kind, check_size
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor, quantize
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor, quantize, quantize_by
 from jax_nvfp4_moe.ops.moe import check_dtype
-from jax_nvfp4_moe.ops.preparation import convert, plan_product
+from jax_nvfp4_moe.ops.preparation import (
+    convert,
+    convert_stacked,
+    default_checkpoint_scheme,
+    plan_product,
+    plan_with_input_scales,
+)
 from jax_nvfp4_moe.ops.products import linear
 from jax_nvfp4_moe.parallel.expert_mesh import first_shard_only
 from jax_nvfp4_moe.scheme import Scheme, Target
@@ -31,6 +37,8 @@ class NVFP4Linear(nnx.Module):
     Depending on the scheme, `x` enters the product as it is or is first rounded to NVFP4. Sums are
     float32. Gradients flow to `x` and `bias`. The weight is stored as `NVFP4Param`, which is not an
     `nnx.Param`, so optimizers skip it.
+
+    There is no bias unless you pass ``use_bias=True`` or a `bias`: `nnx.Linear` has one by default.
 
     Attributes:
       weight: `NVFP4Param` that holds an `NVFP4Tensor` ``[n, k]``, in the layout of the chosen
@@ -67,11 +75,12 @@ class NVFP4Linear(nnx.Module):
         weight: NVFP4Tensor | None = None,
         bias: Float[Array, " n"] | None = None,
         input_scale: Float[Array, ""] | None = None,
-        checkpoint_scheme: Scheme | str = Scheme.W4A16,
+        checkpoint_scheme: Scheme | str | None = None,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
         backend: str | Sequence[str] | None = None,
         dtype=jnp.bfloat16,
+        param_dtype=jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
         """Make a layer with ``k = in_features`` inputs and ``n = out_features`` outputs.
@@ -80,20 +89,23 @@ class NVFP4Linear(nnx.Module):
           in_features: k, a multiple of 16.
           out_features: n.
           use_bias: whether to add a bias of zeros if `bias` is None. A `bias` that you pass is used
-            either way. Defaults to False.
+            either way. Defaults to False, where `nnx.Linear` has True.
           weight: `NVFP4Tensor` ``[n, k]`` in any layout. None draws random weights from `rngs`:
             normal values of variance ``1 / k``, quantized to NVFP4.
           bias: float array ``[n]``, or None.
           input_scale: float32 scalar, the global scale of the activations, ``amax / 2688``. Scheme
             "w4a4" requires it; the other schemes ignore it. Defaults to None.
-          checkpoint_scheme: the scheme that the checkpoint declares for this weight: "w4a16" (the
-            default) or "w4a4".
+          checkpoint_scheme: the scheme that the checkpoint declares for this weight: "w4a16" or
+            "w4a4". None (default) means "w4a4" if `scheme` is "w4a4" and there is an `input_scale`,
+            and "w4a16" otherwise.
           scheme: the scheme to run. None chooses from `checkpoint_scheme` and the device;
             "checkpoint" takes `checkpoint_scheme`; otherwise a `Scheme` or its name.
           target: the device to run on. None takes JAX's default device.
           backend: name of a backend, or a sequence of names to try in order. None chooses the first
             backend that can run the layer.
           dtype: dtype of the result, to which inputs are cast: bfloat16 (the default), float16 or
+            float32.
+          param_dtype: dtype of a bias of zeros. A `bias` that you pass keeps its dtype. Defaults to
             float32.
           rngs: source of random weights, from its stream "params". Required if `weight` is None.
             `nnx.bridge.to_linen` passes its own.
@@ -117,7 +129,8 @@ class NVFP4Linear(nnx.Module):
         check_shape("weight", weight.shape, shape)
         self.plan = plan_product(
             weight,
-            checkpoint_scheme=checkpoint_scheme,
+            checkpoint_scheme=checkpoint_scheme
+            or default_checkpoint_scheme(input_scale is not None, scheme),
             scheme=scheme,
             target=target,
             backend=backend,
@@ -125,25 +138,29 @@ class NVFP4Linear(nnx.Module):
         )
         self.weight = NVFP4Param(convert(weight, self.plan.layout))
         if bias is None and use_bias:
-            bias = jnp.zeros(out_features, self.dtype)
+            bias = jnp.zeros(out_features, param_dtype)
         if bias is not None:
             check_kind("bias", bias, Float[Array, " n"])
             check_shape("bias", bias.shape, (out_features,))
         _check_input_scale(input_scale, self.scheme)
-        self.bias = None if bias is None else nnx.Param(bias)
-        self.input_scale = wrap_scale(input_scale)
+        self.bias = wrap_value(nnx.Param, bias)
+        self.input_scale: NVFP4Param | None = nnx.data(wrap_scale(input_scale))
 
     @classmethod
-    def from_dense(cls, kernel: Float[Array, "k n"], **options: Any) -> "NVFP4Linear":
+    def from_dense(
+        cls, kernel: Float[Array, "k n"], *, algorithm: str = "max", **options: Any
+    ) -> "NVFP4Linear":
         """Quantize the kernel of a Flax linear layer, such as `flax.nnx.Linear`.
 
         Flax stores a kernel as ``[inputs, outputs]`` and computes ``x @ kernel``. An `NVFP4Tensor`
-        is ``[outputs, inputs]``, so this method transposes the kernel. The global scale is
-        ``amax(|kernel|) / 2688``.
+        is ``[outputs, inputs]``, so this method transposes the kernel.
 
         Args:
           kernel: ``[inputs, outputs]`` in any float dtype; inputs must be a multiple of 16.
-          **options: keyword arguments of the constructor other than `weight`, such as `bias`.
+          algorithm: how to choose the scale of each block of 16 weights, as for `quantize_experts`:
+            "max" (default), "four_or_six" or "search".
+          **options: keyword arguments of the constructor other than `weight`, such as `bias` or
+            `input_scale`.
 
         Returns:
           An `NVFP4Linear` with ``in_features = inputs`` and ``out_features = outputs``.
@@ -168,7 +185,7 @@ class NVFP4Linear(nnx.Module):
                 f"kernel: expected two axes, [inputs, outputs]; got shape {kernel.shape}"
             )
         check_size("kernel: inputs", kernel.shape[0], BLOCK)
-        return cls(*kernel.shape, weight=quantize(kernel.T), **options)
+        return cls(*kernel.shape, weight=quantize_by(kernel.T, algorithm), **options)
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Multiply `x` by the weight and add the bias.
@@ -192,6 +209,25 @@ class NVFP4Linear(nnx.Module):
             bias=self._own_bias(),
             plan=self.plan,
         )
+
+    def set_input_scale(
+        self, scale: Float[Array, "..."], *, scheme: Scheme | str | None = None
+    ) -> None:
+        """Set the calibrated input scale, and plan again for a weight that has one.
+
+        Args:
+          scale: float32 scalar, amax / 2688 of the activations. If the module is stacked, as
+            `nnx.vmap` makes it, one value for each layer.
+          scheme: the scheme to run from now on, as for the constructor. None (default) keeps what
+            the module was asked for.
+
+        Raises:
+          ValueError: the scheme is unknown.
+          NoBackendError: no backend can run the layer.
+        """
+        plan, weight = plan_with_input_scales(self.plan, scheme), self.weight.get_value()
+        self.weight.set_value(convert_stacked(weight, plan.layout, weight.packed.ndim - 2))
+        self.input_scale, self.plan = wrap_scale(scale), plan
 
     def _own_bias(self):
         """Return the bias that this shard adds."""
@@ -226,8 +262,8 @@ def read_value(variable):
 
 
 def wrap_value(kind, value):
-    """Return a variable of class `kind` that holds `value`, or None if `value` is None."""
-    return None if value is None else kind(value)
+    """Return a variable of class `kind` that holds an array, or None if `value` is None."""
+    return None if value is None else kind(jnp.asarray(value))
 
 
 def wrap_scale(value):

@@ -1,6 +1,6 @@
 """NVFP4MoE: a mixture-of-experts block whose routed experts are stored in NVFP4."""
 
-import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,19 +11,20 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.nn.dense import DenseLinear
-from jax_nvfp4_moe.nn.experts import ExpertOptions, RoutedExperts, check_tokens, make_experts
-from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.linear import (
-    check_rngs,
-    check_shape,
-    random_matrix,
-    read_value,
-    wrap_value,
+from jax_nvfp4_moe.nn.experts import (
+    ExpertOptions,
+    RoutedExperts,
+    check_tokens,
+    make_experts,
+    quantize_kernels,
 )
+from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.linear import check_rngs, random_matrix
+from jax_nvfp4_moe.nn.token_router import TokenRouter, check_parts, one_router
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.numerics.arguments import check_kind, check_size
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.numerics.routing import Router, weigh
+from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import (
     DenseExperts,
     MoEParams,
@@ -31,27 +32,11 @@ from jax_nvfp4_moe.numerics.tensor import (
     quantize,
     quantize_experts,
 )
-from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.gating import add_gated, add_linear_gated
-from jax_nvfp4_moe.ops.routing import route
 from jax_nvfp4_moe.parallel import find_expert_mesh, share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import check_context, replicate
 from jax_nvfp4_moe.parallel.tensor_parallel import run_by_rows
 from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme, Target
-
-
-class RouterCorrection(nnx.Variable):
-    """A bias on the router's scores that changes which experts are chosen, but not their weights.
-
-    Load balancing sets it during training. It is not an `nnx.Param`, so optimizers skip it.
-    """
-
-
-class TokenExperts(nnx.Variable):
-    """The experts of each token id, for a router that only weighs them.
-
-    It is not an `nnx.Param`, so optimizers skip it.
-    """
 
 
 class LatentProjections(nnx.Module):
@@ -84,9 +69,9 @@ class NVFP4MoE(nnx.Module):
       expert_ids, expert_weights = route(x)
       y = latent.up(experts(latent.down(x), expert_ids, expert_weights)) + shared(x)
 
-    The shared experts, their gate and the latent projections are optional, and so are the norm and
-    the factors of the router. The routed experts are NVFP4. A checkpoint that mixes formats may
-    also store them in FP8 or leave them unquantized.
+    The router, the shared experts, their gate and the latent projections are optional. The routed
+    experts are NVFP4. A checkpoint that mixes formats may also store them in FP8 or leave them
+    unquantized.
 
     Quantized weights are stored as `NVFP4Param`, which is not an `nnx.Param`, so optimizers skip
     them. Gradients flow to the input and to the router.
@@ -94,18 +79,14 @@ class NVFP4MoE(nnx.Module):
     Attributes:
       experts: `nn.experts.RoutedExperts`. ``moe.experts(x, expert_ids, expert_weights)`` runs the
         routed experts alone. If the block has latent projections, `x` has the latent width.
-      router_weight: `nnx.Param` ``[e, h]``. Router logits are computed in float32.
-      router_bias: `RouterCorrection` ``[e]``, or None.
-      router_logit_bias: `nnx.Param` ``[e]``, or None.
-      router_norm: module, or None; see the constructor.
-      router_scale: `nnx.Param` ``[e]``, or None.
-      token_experts: `TokenExperts` ``[v, k]``, or None.
+      token_router: `nn.TokenRouter`, a module of your own, or None; see the constructor. You may
+        replace it.
       shared_experts: module, or None; see the constructor.
       shared_gate: module, or None; see the constructor.
       latent: `LatentProjections`, or None.
-      router: static `numerics.routing.Router`, which says how tokens choose experts.
       target: static `Target`, the device that the block was made for.
       dtype: static dtype of the result; inputs are cast to it.
+      hidden: static width of the tokens, h.
 
     Example:
       >>> import jax.numpy as jnp
@@ -118,6 +99,8 @@ class NVFP4MoE(nnx.Module):
       >>> expert_ids, expert_weights = moe.route(x)
       >>> moe.experts(x, expert_ids, expert_weights).shape
       (5, 64)
+      >>> moe.router_logits(x).shape
+      (5, 8)
 
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer", arXiv:1701.06538; for shared experts DeepSeekMoE, arXiv:2401.06066.
@@ -131,6 +114,8 @@ class NVFP4MoE(nnx.Module):
         *,
         top_k: int | None = None,
         router: Router | None = None,
+        token_router: Callable | None = None,
+        use_router: bool = True,
         activation: str | ActivationCall = "silu",
         params: MoEParams | DenseExperts | None = None,
         router_weight: Float[Array, "e h"] | None = None,
@@ -142,11 +127,12 @@ class NVFP4MoE(nnx.Module):
         shared_experts: Callable | None = None,
         shared_gate: Callable | None = None,
         latent: LatentProjections | None = None,
-        checkpoint_scheme: CheckpointScheme | str = Scheme.W4A16,
+        checkpoint_scheme: CheckpointScheme | str = None,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
         backend: str | Sequence[str] | None = None,
         dtype=jnp.bfloat16,
+        param_dtype=jnp.float32,
         mesh: Mesh | None = None,
         dispatch: str = "psum",
         capacity: int | None = None,
@@ -159,33 +145,34 @@ class NVFP4MoE(nnx.Module):
           hidden: width of the tokens, h; a multiple of 16.
           intermediate: width between the two products of an expert, i; a multiple of 16.
           top_k: number of experts per token; short for ``router=Router(top_k)``. Pass either
-            `top_k` or `router`.
+            `top_k` or `router`, unless `token_router` says how tokens choose experts.
           router: `Router` that says how tokens choose experts.
+          token_router: `nn.TokenRouter`, or a module of your own that maps tokens ``[..., h]`` to
+            expert ids and expert weights, both ``[..., k]``. None makes an `nn.TokenRouter` from
+            the arguments whose names begin with ``router``, and from `token_experts`.
+          use_router: whether the block has a router. Without one, call
+            ``moe.experts(x, expert_ids, expert_weights)``. Defaults to True.
           activation: name of a row of `numerics.activations.ACTIVATIONS`, or the result of
             `find_activation`, which can change the parameters of a row. Defaults to "silu".
           params: weights of the routed experts. `MoEParams` (NVFP4) in any layout, or
             `DenseExperts` (FP8 or unquantized). None draws random NVFP4 weights from `rngs`.
-          router_weight: float array ``[e, h]``. None draws random values from `rngs`.
-          router_bias: float array ``[e]``, added to the scores when experts are chosen, but not
-            part of their weights (``e_score_correction_bias``). Defaults to None.
-          router_logit_bias: float array ``[e]``, added to the logits, so that it affects both the
-            choice and the weights (gpt-oss). Defaults to None.
-          router_norm: module that maps ``x [..., h]`` to ``[..., h]``, which the router reads in
-            place of `x`. Defaults to None.
-          router_scale: float array ``[e]``, by which the weight of each chosen expert is multiplied
-            at the end (Gemma 4). Defaults to None.
-          token_experts: int32 ``[v, k]``, the experts of each token id (DeepSeek-V4). Calls then
-            take token ids, and the router computes the weights of these experts alone. None, the
-            default, lets the router choose experts.
+          router_weight: float array ``[e, h]``, which keeps its dtype. None draws random values
+            from `rngs`.
+          router_bias: the `correction_bias` of `nn.TokenRouter`. Defaults to None.
+          router_logit_bias: its `logit_bias`. Defaults to None.
+          router_norm: its `norm`. Defaults to None.
+          router_scale: its `scale`. Defaults to None.
+          token_experts: its `token_experts`. Calls then take token ids. Defaults to None.
           shared_experts: module that maps ``x [..., h]`` to ``[..., h]``, added to the routed
             experts. Defaults to None.
           shared_gate: module that maps ``x [..., h]`` to ``[..., 1]``. Its sigmoid multiplies the
             output of `shared_experts`. Defaults to None.
           latent: `LatentProjections`, if the routed experts are narrower than `hidden`. Defaults to
             None.
-          checkpoint_scheme: the scheme that the checkpoint declares for the experts. "w4a16" (the
-            default) or "w4a4" with `MoEParams`; an `FP8ActivationScaling` or None (unquantized)
-            with `DenseExperts`.
+          checkpoint_scheme: the scheme that the checkpoint declares for the experts. "w4a16" or
+            "w4a4" with `MoEParams`, where None (default) means "w4a4" if `scheme` is "w4a4" and
+            they have input scales, and "w4a16" otherwise. An `FP8ActivationScaling` or None
+            (unquantized) with `DenseExperts`.
           scheme: the scheme to run. None chooses from `checkpoint_scheme` and the device;
             "checkpoint" takes `checkpoint_scheme`; otherwise a `Scheme` or its name.
           target: the device to run on. None takes the devices of `mesh`, or JAX's default device.
@@ -193,6 +180,7 @@ class NVFP4MoE(nnx.Module):
             backend that can run the experts.
           dtype: dtype of the result, to which inputs are cast: bfloat16 (the default), float16 or
             float32.
+          param_dtype: dtype of a random router weight. Defaults to float32.
           mesh: `jax.sharding.Mesh` with axes `expert` and `tensor`, either of which may be missing.
             The routed experts are distributed along `expert`, and each expert is divided along
             `tensor`; see `parallel.experts`. The router is replicated. None runs on one device.
@@ -202,8 +190,8 @@ class NVFP4MoE(nnx.Module):
             and sent to their experts.
           capacity: largest number of rows that one shard sends to another in one round of
             "all_to_all". None sends all rows in one round.
-          rngs: source of random weights, from its stream "params". Required if `params` or
-            `router_weight` is None. `nnx.bridge.to_linen` passes its own.
+          rngs: source of random weights, from its stream "params". Required if `params` is None, or
+            if a router is made and `router_weight` is None. `nnx.bridge.to_linen` passes its own.
 
         Raises:
           TypeError: an argument has a wrong type.
@@ -213,14 +201,24 @@ class NVFP4MoE(nnx.Module):
             on CPUs.
           NoBackendError: no backend can run the experts; the message lists the reason of each.
         """
-        self.router = _one_router(top_k, router, num_experts)
+        check_size("num_experts", num_experts)
+        check_kind("router", router, Router, type(None))
+        given = {
+            "router_weight": router_weight,
+            "router_bias": router_bias,
+            "router_logit_bias": router_logit_bias,
+            "router_norm": router_norm,
+            "router_scale": router_scale,
+            "token_experts": token_experts,
+        }
+        makes_router = use_router and token_router is None
+        rule = _find_rule(top_k, router, token_router, use_router, given, num_experts)
         call = find_activation(activation)
-        options = ExpertOptions(
-            self.router.top_k, call, self.router.weight_on_input, dtype, dispatch, capacity
-        )
-        self.dtype = options.dtype
+        options = ExpertOptions(rule.top_k, call, rule.weight_on_input, dtype, dispatch, capacity)
+        self.dtype, self.hidden = options.dtype, hidden
         width = hidden if latent is None else latent.width
-        check_rngs(rngs, params=params, router_weight=router_weight)
+        drawn = {"router_weight": router_weight} if makes_router else {}
+        check_rngs(rngs, params=params, **drawn)
         check_kind("target", target, Target, type(None))
         block = 1 if isinstance(params, DenseExperts) else BLOCK
         check_size("hidden", hidden, block if latent is None else 1)
@@ -242,29 +240,13 @@ class NVFP4MoE(nnx.Module):
             backend=backend,
             mesh=mesh,
         )
-        if router_weight is None:
-            router_weight = random_matrix((num_experts, hidden), rngs).astype(self.dtype)
-        check_shape("router_weight", router_weight.shape, (num_experts, hidden))
-        each = {
-            "router_bias": router_bias,
-            "router_logit_bias": router_logit_bias,
-            "router_scale": router_scale,
-        }
-        for name, values in each.items():
-            check_shape(name, (num_experts,) if values is None else values.shape, (num_experts,))
-        if token_experts is not None:
-            shape = (token_experts.shape[0], self.router.top_k)
-            check_shape("token_experts", token_experts.shape, shape)
-            each["token_experts"] = token_experts
-        if (expert_mesh := self.experts.expert_mesh) is not None:
-            router_weight = replicate(router_weight, expert_mesh)
-            each = replicate(each, expert_mesh)
-        self.router_weight = nnx.Param(router_weight)
-        self.router_bias = wrap_value(RouterCorrection, each["router_bias"])
-        self.router_logit_bias = wrap_value(nnx.Param, each["router_logit_bias"])
-        self.router_scale = wrap_value(nnx.Param, each["router_scale"])
-        self.token_experts = wrap_value(TokenExperts, each.get("token_experts"))
-        self.router_norm = router_norm
+        if makes_router:
+            how = {"target": self.target, "dtype": self.dtype, "param_dtype": param_dtype}
+            token_router = _make_router(num_experts, hidden, rule, given, rngs=rngs, **how)
+        self.token_router: Any = nnx.data(token_router)
+        if self.experts.expert_mesh is not None and token_router is not None:
+            whole = replicate(nnx.state(token_router), self.experts.expert_mesh)
+            nnx.update(token_router, whole)
         self.shared_experts, self.shared_gate = shared_experts, shared_gate
         self.latent = latent
 
@@ -276,10 +258,10 @@ class NVFP4MoE(nnx.Module):
     @classmethod
     def from_dense(
         cls,
-        gate: Float[Array, "e h i"] | None,
-        up: Float[Array, "e h i"],
+        gate: Float[Array, "e h n"] | None,
+        up: Float[Array, "e h i"] | None,
         down: Float[Array, "e i h"],
-        router_kernel: Float[Array, "h e"],
+        router_kernel: Float[Array, "h e"] | None,
         **options: Any,
     ) -> "NVFP4MoE":
         """Quantize the kernels of a mixture of experts as Flax models store them.
@@ -289,12 +271,17 @@ class NVFP4MoE(nnx.Module):
         `quantize_experts` and keeps the router unquantized.
 
         Args:
-          gate: ``[e, h, i]`` in any float dtype, or None if the activation is not gated.
-          up: ``[e, h, i]`` in any float dtype; h and i are multiples of 16.
+          gate: ``[e, h, i]`` in any float dtype, or None if the activation is not gated. If `up` is
+            None, gate and up in one kernel: ``[e, h, 2i]``. All gate columns then come before all
+            up columns, or they alternate if the activation is "swigluoai".
+          up: ``[e, h, i]`` in any float dtype, or None; h and i are multiples of 16.
           down: ``[e, i, h]`` in any float dtype.
-          router_kernel: ``[h, e]`` in any float dtype.
-          **options: keyword arguments of the constructor other than `params` and `router_weight`,
-            such as `top_k`.
+          router_kernel: ``[h, e]`` in any float dtype, which is stored in `param_dtype`. None makes
+            a block without a router, or with the one that you pass as `token_router`. Without a
+            router, call ``moe.experts(x, expert_ids, expert_weights)``.
+          **options: keyword arguments of `quantize_experts`, such as ``algorithm="search"``,
+            `gate_up_bias` or `down_input_scale`. Also those of the constructor other than `params`
+            and `router_weight`, such as `top_k`.
 
         Returns:
           An `NVFP4MoE` of e experts, with ``hidden = h`` and ``intermediate = i``.
@@ -312,41 +299,41 @@ class NVFP4MoE(nnx.Module):
           >>> gate, up = (jax.random.normal(key, (8, 64, 32)) for key in keys[:2])
           >>> down = jax.random.normal(keys[2], (8, 32, 64))
           >>> router_kernel = jax.random.normal(keys[3], (64, 8))
-          >>> moe = nvfp4.NVFP4MoE.from_dense(gate, up, down, router_kernel, top_k=2)
+          >>> moe = nvfp4.NVFP4MoE.from_dense(
+          ...     gate, up, down, router_kernel, top_k=2, algorithm="search"
+          ... )
           >>> moe(jnp.ones((5, 64), jnp.bfloat16)).shape
           (5, 64)
         """
-        kernels = {"gate": gate, "up": up, "down": down, "router_kernel": router_kernel}
-        shapes = {name: jnp.shape(array) for name, array in kernels.items() if array is not None}
-        if len(shapes["up"]) != 3:
-            raise ValueError(
-                f"up: expected three axes, [experts, inputs, outputs]; got shape {shapes['up']}"
-            )
-        e, h, i = shapes["up"]
-        wanted = {"gate": (e, h, i), "down": (e, i, h), "router_kernel": (h, e)}
-        for name, shape in wanted.items():
-            if shapes.get(name, shape) != shape:
+        params, options = quantize_kernels(gate, up, down, options)
+        e, h, i = params.num_experts, params.hidden, params.intermediate
+        if router_kernel is None:
+            options = {"use_router": "token_router" in options} | options
+        else:
+            weight = jnp.asarray(router_kernel, options.get("param_dtype", jnp.float32)).T
+            if weight.shape != (e, h):
                 raise ValueError(
-                    f"{name}: expected shape {shape} to go with up {shapes['up']}, inputs before "
-                    f"outputs as in Flax; got {shapes[name]}"
+                    f"router_kernel: expected shape {(h, e)} to go with down {(e, i, h)}, inputs "
+                    f"before outputs as in Flax; got {weight.T.shape}"
                 )
-        params = quantize_experts(*(_transpose(kernel) for kernel in (gate, up, down)))
-        weight = jnp.asarray(router_kernel).T
-        return cls(e, h, i, params=params, router_weight=weight, **options)
+            options["router_weight"] = weight
+        return cls(e, h, i, params=params, **options)
+
+    @property
+    def router(self) -> Router | None:
+        """The static rule of `token_router`; None if it has none, as a module of your own."""
+        return _rule_of(self.token_router)
 
     def route(
         self, x: Float[Array, "... h"], token_ids: Int32[Array, "..."] | None = None
     ) -> tuple[Int32[Array, "... k"], Float[Array, "... k"]]:
-        """Choose the experts of each token.
+        """Choose the experts of each token, as `token_router` does.
 
-        The logits are ``router_norm(x) @ router_weight.T + router_logit_bias`` in float32.
-        `numerics.routing.route` turns them into experts and weights, which `router_scale`
-        multiplies. The argument `backend` of the constructor applies to the experts, not to the
-        router.
+        The argument `backend` of the constructor applies to the experts, not to the router.
 
         Args:
           x: tokens ``[..., h]``; cast to the module's dtype.
-          token_ids: int32 ``[...]``, the ids of the tokens. Required if the block has
+          token_ids: int32 ``[...]``, the ids of the tokens. Required if the router has
             `token_experts`, and otherwise not used. Defaults to None.
 
         Returns:
@@ -355,63 +342,44 @@ class NVFP4MoE(nnx.Module):
 
         Raises:
           TypeError: `x` is no array.
-          ValueError: the width of `x` is not h. Or the block has `token_experts`, and `token_ids`
-            is None or has another shape.
+          ValueError: the block has no router, or the width of `x` is not h. Also if the router has
+            `token_experts`, and `token_ids` is None or has another shape.
         """
         self._check_tokens(x)
         with jax.named_scope("router"):
-            given = self._find_experts(x, token_ids)
-            rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-            if self.router_norm is not None:
-                rows = self.router_norm(rows)
-            parts = (
-                self.router_weight,
-                self.router_bias,
-                self.router_logit_bias,
-                self.router_scale,
-            )
-            run, values = self._route_rows, [read_value(part) for part in parts]
-            check_context(values[0])
-            expert_mesh = self.experts.expert_mesh
-            if expert_mesh is not None and self.experts.options.dispatch != "psum":
-                run = functools.partial(share_rows, run, expert_mesh)
-            ids, weights = run((rows, given), *values)
-            lead = (*x.shape[:-1], self.router.top_k)
-            return ids.reshape(lead), weights.reshape(lead)
+            router, expert_mesh = self._own_router(), self.experts.expert_mesh
+            given = (x,) if token_ids is None else (x, token_ids)
+            if expert_mesh is None or self.experts.options.dispatch == "psum":
+                return router(*given)
+            return _route_by_rows(router, expert_mesh, given)
 
     def _check_tokens(self, x):
         """Check that `x` is an array of tokens ``[..., h]``."""
-        router_weight: Any = self.router_weight.get_value()
-        check_tokens("x", x, router_weight.shape[-1])
+        check_tokens("x", x, self.hidden)
 
-    def _find_experts(self, x, token_ids):
-        """Return the experts of the tokens ``[t, k]``, or None if the router chooses them."""
-        if self.token_experts is None:
-            return None
-        if token_ids is None or token_ids.shape != x.shape[:-1]:
-            found = "None" if token_ids is None else f"shape {token_ids.shape}"
-            raise ValueError(
-                f"token_ids: expected shape {x.shape[:-1]}, because the experts of this block "
-                f"depend on the ids of the tokens; got {found}"
-            )
-        return self.token_experts.get_value().at[token_ids.reshape(-1)].get(mode="clip")
+    def router_logits(self, x: Float[Array, "... h"]) -> Float[Array, "... e"]:
+        """Return the logits of all experts, such as for an auxiliary loss that balances them.
 
-    def _route_rows(self, rows, weight, bias, logit_bias, scale):
-        """Choose the experts of `rows`: tokens ``[t, h]``, and their experts if they are known.
+        Args:
+          x: tokens ``[..., h]``; cast to the module's dtype.
 
-        On a GPU, bfloat16 rows are not cast: tensor cores multiply them exactly, by bfloat16 or
-        float32 weights, and sum in float32. On a CPU they are cast to float32, because XLA's
-        bfloat16 dot has up to twice the error of its float32 dot.
+        Returns:
+          float32 ``[..., e]``, before the correction bias.
+
+        Raises:
+          ValueError: the block has no router.
         """
-        rows, given = rows
-        if not (rows.dtype == jnp.bfloat16 and self.target.platform == "cuda"):
-            rows, weight = rows.astype(jnp.float32), weight.astype(jnp.float32)
-        logits = dense(rows, weight, bias=logit_bias, target=self.target)
-        if given is None:
-            ids, weights = route(self.router, logits, bias, target=self.target)
-        else:
-            ids, weights = given, weigh(self.router, logits, given)
-        return ids, weights if scale is None else weights * scale.astype(jnp.float32)[ids]
+        return self._own_router().logits(x)
+
+    def _own_router(self) -> Any:
+        """Return `token_router`, after a check that there is one that can be called here."""
+        if self.token_router is None:
+            raise ValueError(
+                "token_router: expected a router, but this block was made without one. Call "
+                "moe.experts(x, expert_ids, expert_weights), or set moe.token_router"
+            )
+        check_context(jax.tree.leaves(self.experts.params.get_value())[0])
+        return self.token_router
 
     def __call__(
         self, x: Float[Array, "... h"], token_ids: Int32[Array, "..."] | None = None
@@ -478,24 +446,68 @@ class NVFP4MoE(nnx.Module):
         return run_by_rows(module, expert_mesh, x)
 
 
-def _one_router(top_k, router, num_experts):
-    """Return `router`, or the router that `top_k` stands for, of at most `num_experts` experts."""
-    check_size("num_experts", num_experts)
-    check_kind("router", router, Router, type(None))
-    if (top_k is None) == (router is None):
+def _rule_of(token_router) -> Router | None:
+    """Return the rule of a router; None if it is a module that has none, or if there is none."""
+    rule = getattr(token_router, "router", None)
+    return rule if isinstance(rule, Router) else None
+
+
+# Argument of `TokenRouter` -> the argument of `NVFP4MoE` that stands for it.
+_ROUTER_PARTS = {
+    "weight": "router_weight",
+    "correction_bias": "router_bias",
+    "logit_bias": "router_logit_bias",
+    "scale": "router_scale",
+    "token_experts": "token_experts",
+}
+
+
+def _find_rule(top_k, router, token_router, use_router, given, num_experts) -> Router:
+    """Return the rule of the router, of which the experts need the number of experts per token.
+
+    Raises:
+      ValueError: arguments of the router contradict each other.
+    """
+    if use_router and token_router is None:
+        return one_router(top_k, router, num_experts)
+    extra = [name for name, value in given.items() if value is not None]
+    if extra or (token_router is not None and not use_router):
         raise ValueError(
-            "router: expected one of top_k and router, and None for the other; "
-            f"got {top_k} and {router}"
+            f"{', '.join(extra) or 'token_router'}: expected None, because "
+            + ("use_router is False" if not use_router else "token_router has these parts itself")
         )
-    router = Router(top_k) if router is None else router
-    if router.top_k > num_experts:
-        raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {router.top_k}")
-    return router
+    rule = _rule_of(token_router)
+    if rule is not None:
+        if (top_k, router) != (None, None):
+            raise ValueError(
+                "top_k, router: expected None, because token_router has a rule of its own; got "
+                f"{top_k} and {router}"
+            )
+        return rule
+    if token_router is None and (top_k, router) == (None, None):
+        return Router(1)
+    return one_router(top_k, router, num_experts)
 
 
-def _transpose(kernel):
-    """Return kernels ``[e, inputs, outputs]`` as ``[e, outputs, inputs]``; None stays None."""
-    return None if kernel is None else jnp.swapaxes(jnp.asarray(kernel), 1, 2)
+def _make_router(num_experts, hidden, rule, given, **how) -> TokenRouter:
+    """Return the router of the arguments `given`, with messages that name those arguments."""
+    parts = {part: given[name] for part, name in _ROUTER_PARTS.items()}
+    check_parts(parts, num_experts, hidden, rule, _ROUTER_PARTS)
+    how |= {"norm": given["router_norm"]}
+    return TokenRouter(num_experts, hidden, router=rule, **parts, **how)
+
+
+def _route_by_rows(router, expert_mesh, given):
+    """Return ``router(*given)``; each device computes the rows that dispatch gives it."""
+    lead = given[0].shape[:-1]
+    rows = [part.reshape(math.prod(lead), *part.shape[len(lead) :]) for part in given]
+    leaves, tree = jax.tree.flatten(router)
+
+    def run(rows, *leaves):
+        return tree.unflatten(leaves)(*rows)
+
+    found = share_rows(run, expert_mesh, rows, *leaves)
+    return tuple(part.reshape(*lead, part.shape[-1]) for part in found)
 
 
 def _fresh_experts(num_experts, hidden, intermediate, row, rngs):

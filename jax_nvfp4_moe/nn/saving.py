@@ -50,7 +50,7 @@ ARRAYS = "arrays"
 _ARRAYS_NEXT = "arrays.next"  # where the arrays are, if the record says so
 LAYOUTS = "layouts.json"
 _UNFINISHED = LAYOUTS + PARTIAL
-_VERSION = 3
+_VERSION = 4
 _FOLDER = "folder"  # key of the record: the name of the folder with the arrays
 _TEXT_BYTES = 1000  # longest error text that process 0 sends to the others
 
@@ -148,7 +148,7 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     nvfp4.save(f"{folder}/moe", make())
       ...     moe = nvfp4.restore(f"{folder}/moe", nnx.eval_shape(make))
-      >>> moe.router_weight[...].shape
+      >>> moe.token_router.weight[...].shape
       (8, 64)
 
     Source: https://orbax.readthedocs.io, the page on `StandardCheckpointer`.
@@ -162,6 +162,7 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
             [f"{folder} {what}; pass a folder that `nvfp4.save` has written completely"]
         )
     record = read_json(folder, LAYOUTS)
+    _check_version(record, folder)
     entries = find_entries(like)
     stored = _find_stored(entries, record, folder)
     _check(record, _description(stored), folder)
@@ -293,6 +294,19 @@ def _in_first_process(action: Callable[[], None]) -> None:
         raise error
 
 
+def _check_version(record, folder):
+    """Raise CheckpointError if the folder has another format than this version writes."""
+    if record.get("version") != _VERSION:
+        raise CheckpointError(
+            [
+                f"{LAYOUTS}: expected format version {_VERSION}, got {record.get('version')!r}. "
+                "Formats differ in the names of variables. Restore with the version of "
+                "jax-nvfp4-moe that saved this folder, or save the model again from its checkpoint"
+            ],
+            str(folder),
+        )
+
+
 def _find_stored(entries, record, folder):
     """Return `entries` in the layouts and on the shards of the saved folder.
 
@@ -339,11 +353,6 @@ def _check(saved, expected, folder):
       CheckpointError: they differ; lists all differences.
     """
     problems = []
-    if saved.get("version") != _VERSION:
-        problems.append(
-            f"{LAYOUTS}: expected format version {_VERSION}, got {saved.get('version')!r}; restore "
-            "with the version of jax-nvfp4-moe that saved this folder"
-        )
     for kind, what in (
         ("layouts", "layout, version, rows and columns"),
         ("arrays", "dtype and shape"),

@@ -23,6 +23,7 @@ from jax_nvfp4_moe.numerics.layouts import (
 from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, check_blocks, decode_scale, dequantize, divide
 from jax_nvfp4_moe.numerics.nvfp4 import quantize as quantize_arrays
+from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
 
 # Errors about shapes end with this hint, because a missing transpose is the usual cause.
 _OUTPUTS_FIRST = (
@@ -481,27 +482,80 @@ def _quantize(x, global_scale):  # without jit, XLA would compile each operation
     return NVFP4Tensor(*quantize_arrays(x, global_scale))
 
 
-def quantize_experts(gate, up, down) -> MoEParams:
-    """Quantize the dense experts of one layer to NVFP4, weights only.
+def quantize_by(x, algorithm: str = "max") -> NVFP4Tensor:
+    """Quantize weights ``[..., n, k]`` by a named algorithm.
 
-    Each matrix of each expert gets ``amax / 2688`` as its global scale; gate and up get separate
-    scales.
+    Args:
+      x: array ``[..., n, k]`` of any float dtype; k is a multiple of 16.
+      algorithm: "max" (default), which is `quantize`, or another row of
+        `numerics.rounding.ALGORITHMS` that weighs all inputs equally, such as "search".
+
+    Returns:
+      An `NVFP4Tensor` ``[..., n, k]`` in the canonical layout. Each matrix has its own global
+      scale, which follows from its largest magnitude.
+
+    Raises:
+      ValueError: if there is no such algorithm, or k is not a multiple of 16.
+    """
+    known = [name for name, row in ALGORITHMS.items() if not row.needs_importance]
+    if algorithm not in known:
+        raise ValueError(
+            f"algorithm: expected one of {', '.join(known)}; got {algorithm!r}"
+            + (". It needs calibration data: use quantize_model" if algorithm in ALGORITHMS else "")
+        )
+    if algorithm == "max":
+        return quantize(x)
+    x = jnp.asarray(x)
+    check_blocks("x", x.shape)
+    return NVFP4Tensor(*quantize_weight(x, algorithm=algorithm))
+
+
+def quantize_experts(
+    gate,
+    up,
+    down,
+    *,
+    algorithm="max",
+    interleaved=False,
+    gate_up_bias=None,
+    down_bias=None,
+    gate_up_input_scale=None,
+    down_input_scale=None,
+) -> MoEParams:
+    """Quantize the dense experts of one layer to NVFP4.
+
+    Each matrix of each expert gets its own global scale, which follows from its largest magnitude;
+    gate and up get separate scales.
 
     The axes are outputs before inputs. Flax stores kernels as ``[e, inputs, outputs]``: transpose
     them first with ``kernel.swapaxes(1, 2)``. For square matrices a missing transpose passes the
     shape check and gives wrong results.
 
     Args:
-      gate: ``[e, i, h]`` of any float dtype, or None if the activation is not gated.
-      up: ``[e, i, h]``; h and i are multiples of 16.
+      gate: ``[e, i, h]`` of any float dtype, or None if the activation is not gated. If `up` is
+        None, gate and up in one array: ``[e, 2i, h]``, all gate rows and then all up rows.
+      up: ``[e, i, h]``, or None if `gate` holds both; h and i are multiples of 16.
       down: ``[e, h, i]``.
+      algorithm: how to choose the scale of each block of 16 weights. "max" (default) gives the
+        largest magnitude of a block code 6. "search" finds the scale of least squared error and
+        takes longer. "four_or_six" is in between.
+      interleaved: whether the rows of `gate`, with `up` None, alternate between gate and up, as
+        activation "swigluoai" expects them. Both then share one scale. False by default.
+      gate_up_bias: ``[e, 2i]``, the biases of all gate rows and then of all up rows, or in the
+        order of the rows if they alternate; ``[e, i]`` if not gated. None (default) for no bias.
+      down_bias: ``[e, h]``, or None (default) for no bias.
+      gate_up_input_scale: float32 ``[e]``, or a number for all experts: amax / 2688 of the
+        activations that enter the first GEMM. None (default) for weights only; `calibrate` finds
+        input scales later.
+      down_input_scale: the same for the second GEMM.
 
     Returns:
-      `MoEParams` in the canonical layout, without input scales and biases.
+      `MoEParams` in the canonical layout.
 
     Raises:
       TypeError: if an argument is no array.
-      ValueError: if the shapes disagree, or h or i is not a multiple of 16.
+      ValueError: if the shapes disagree, h or i is not a multiple of 16, or the algorithm is
+        unknown.
 
     Example:
       >>> import jax
@@ -509,38 +563,65 @@ def quantize_experts(gate, up, down) -> MoEParams:
       >>> keys = jax.random.split(jax.random.key(0), 3)
       >>> gate, up = (jax.random.normal(key, (4, 64, 32)) for key in keys[:2])  # Flax kernels
       >>> down = jax.random.normal(keys[2], (4, 32, 64))
-      >>> params = nvfp4.quantize_experts(*(w.swapaxes(1, 2) for w in (gate, up, down)))
+      >>> kernels = [w.swapaxes(1, 2) for w in (gate, up, down)]
+      >>> params = nvfp4.quantize_experts(*kernels, algorithm="search")
       >>> params.gate_up.shape, params.down.shape
       ((4, 64, 64), (4, 64, 32))
 
-    Source: global scales follow NVIDIA ModelOpt's NVFP4 export.
+    Source: global scales of "max" follow NVIDIA ModelOpt's NVFP4 export.
     """
-    up, down = as_array("up", up), as_array("down", down)
-    halves = [up] if gate is None else [as_array("gate", gate), up]
+    down = as_array("down", down)
+    parts = _first_matrices(gate, up, down, interleaved)
+    each = [quantize_by(part, algorithm) for part in parts]
+    gate_up = NVFP4Tensor(
+        jnp.concatenate([part.packed for part in each], axis=1),
+        jnp.concatenate([part.block_scale for part in each], axis=1),
+        jnp.stack([part.global_scale for part in each], axis=1)
+        if len(each) == 2
+        else each[0].global_scale,
+    )
+
+    def per_expert(scale):
+        whole = down.shape[:1]
+        return None if scale is None else jnp.broadcast_to(jnp.asarray(scale, jnp.float32), whole)
+
+    params = MoEParams(
+        gate_up,
+        quantize_by(down, algorithm),
+        *map(per_expert, (gate_up_input_scale, down_input_scale)),
+        *(None if bias is None else jnp.asarray(bias) for bias in (gate_up_bias, down_bias)),
+    )
+    check_moe_params(params)
+    return params
+
+
+def _first_matrices(gate, up, down, interleaved) -> list[jax.Array]:
+    """Return the matrices of the first GEMM that get global scales of their own, after checks."""
+    fused = up is None
+    if fused and gate is None:
+        raise ValueError("up: expected [e, i, h], or gate and up in `gate`; got None for both")
+    if interleaved and not fused:
+        raise ValueError("interleaved: expected False if `up` is given; pass both in `gate`")
+    given = {"gate": gate} if fused else {"gate": gate, "up": up}
+    arrays = {name: as_array(name, array) for name, array in given.items() if array is not None}
     if down.ndim != 3:
         raise ValueError(
             f"down: expected three axes, [experts, outputs, inputs]; got shape {down.shape}"
         )
-    for name, array, shape in (
-        ("up", up, (*down.shape[:1], *down.shape[:0:-1])),
-        ("gate", halves[0], up.shape),
-    ):
-        if array.ndim != 3 or array.shape != shape:
+    e, h, i = down.shape
+    shape = (e, 2 * i if fused else i, h)
+    for name, array in reversed(arrays.items()):
+        if array.shape != shape:
+            rows = "2i" if fused else "i"
             raise ValueError(
-                f"{name}: expected shape [e, i, h] = {shape}, because down [e, h, i] has shape "
-                f"{down.shape}; got {array.shape}. {_OUTPUTS_FIRST}"
+                f"{name}: expected shape [e, {rows}, h] = {shape}, because down [e, h, i] has "
+                f"shape {down.shape}; got {array.shape}. {_OUTPUTS_FIRST}"
             )
-    for name, array in (("up", up), ("down", down)):
+    for name, array in (*reversed(arrays.items()), ("down", down)):
         check_blocks(name, array.shape)
-    each = [quantize(half) for half in halves]
-    gate_up = NVFP4Tensor(
-        jnp.concatenate([half.packed for half in each], axis=1),
-        jnp.concatenate([half.block_scale for half in each], axis=1),
-        jnp.stack([half.global_scale for half in each], axis=1)
-        if gate is not None
-        else each[0].global_scale,
-    )
-    return MoEParams(gate_up, quantize(down))
+    if fused and not interleaved:
+        return jnp.split(arrays["gate"], 2, axis=1)
+    return list(arrays.values())
 
 
 def _check_dtype(name, array, dtype):

@@ -1,12 +1,14 @@
 """Plans of ops on NVFP4 weights, and conversion of weights to the layout of their kernel."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.backends.resolution import resolve, resolve_again
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor, check_moe_params
@@ -93,12 +95,49 @@ def find_checkpoint_scheme(params: MoEParams) -> Scheme:
     return Scheme.W4A4 if params.has_input_scales else Scheme.W4A16
 
 
+def default_checkpoint_scheme(has_input_scales: bool, scheme: Scheme | str | None) -> Scheme:
+    """Return the scheme that the weights of a module stand for if its caller declares none.
+
+    It is w4a4 if the weights have input scales and `scheme`, the requested scheme, is w4a4.
+    Otherwise it is w4a16, also for weights with input scales, as in a relabeled W4A4 file.
+    """
+    return Scheme.W4A4 if has_input_scales and scheme == Scheme.W4A4 else Scheme.W4A16
+
+
+def plan_with_input_scales(plan: Plan, scheme: Scheme | str | None = None) -> Plan:
+    """Return the plan of the same op for weights that now have calibrated input scales.
+
+    Args:
+      plan: the plan so far.
+      scheme: the scheme to run, "checkpoint" or a `Scheme`. None (default) keeps what `plan` was
+        asked for.
+
+    Raises:
+      ValueError: if the scheme is unknown.
+      NoBackendError: if no backend can run the op; the message lists every backend and its reason.
+    """
+    asked = plan.requested_scheme if scheme is None else str(scheme)
+    given = dataclasses.replace(plan, checkpoint_scheme=Scheme.W4A4, requested_scheme=asked)
+    return resolve_again(given)
+
+
 def _to_layout(weights, layout):
     """Return `weights` in `layout`; a function that `jax.jit` can take."""
     return weights.to_layout(layout)
 
 
 convert = jax.jit(_to_layout, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def convert_stacked(weights, layout, stacked: int):
+    """Return weights in `layout`, of which `stacked` leading axes count modules."""
+    run = functools.partial(_to_layout, layout=layout)
+    for _ in range(stacked):
+        run = jax.vmap(run)
+    return run(weights)
+
+
 _convert_donated = jax.jit(_to_layout, static_argnums=1, donate_argnums=0)
 
 

@@ -25,8 +25,9 @@ from jax_nvfp4_moe.nn.building import ExpertPart
 from jax_nvfp4_moe.nn.experts import RoutedExperts, RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
-from jax_nvfp4_moe.numerics.tensor import DenseExperts
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.ops.gradient import take_expert
 
 # The result of `observe`: "amax", "count" and maybe "squares" of the rows that entered a product.
 Statistics = dict[str, Any]
@@ -100,7 +101,7 @@ def observe(
 
 
 def observe_experts(
-    experts: DenseExperts,
+    experts: MoEParams | DenseExperts,
     call: ActivationCall,
     routed: RoutedTokens,
     *,
@@ -110,7 +111,7 @@ def observe_experts(
     """Return statistics of the inputs of the first and of the second product, for each expert.
 
     Args:
-      experts: the experts of one layer.
+      experts: the experts of one layer, in any layout.
       call: their activation.
       routed: the tokens, their experts and their weights.
       weight_on_input: whether routing weights multiply the rows before the first product.
@@ -132,7 +133,9 @@ def _grouped(rows, weight, bias, ids):
     """Return ``rows[m] @ weight[ids[m]].T + bias[ids[m]]`` in float32."""
 
     def multiply(expert, piece):
-        y = dense(piece, weight[expert].astype(jnp.float32))
+        one = take_expert(weight, expert)
+        values = one.dequantize() if isinstance(one, NVFP4Tensor) else one.astype(jnp.float32)
+        y = dense(piece, values)
         return y if bias is None else y + bias[expert][None].astype(jnp.float32)
 
     e, n, _ = weight.shape

@@ -363,7 +363,7 @@ def _router_corrections(load: LoadPlan) -> frozenset[str]:
     They decide which experts are chosen. Tools keep them in float32, because their rounding would
     change the choice.
     """
-    parts = (part for part in load.parts if part.path.endswith(".router_bias"))
+    parts = (part for part in load.parts if part.path.endswith(".token_router.correction_bias"))
     return frozenset(source.name for part in parts for source in part.all_sources)
 
 

@@ -18,7 +18,7 @@ GATE = "model.layers.0.mlp.gate"
 def router(folder, **options):
     """Return the router's weight of the first layer with experts."""
     moe = load_moe(folder, 0, backend="reference", **{"dtype": jnp.float32, **options})
-    return moe.router_weight.get_value()
+    return moe.token_router.weight.get_value()
 
 
 @pytest.mark.parametrize("scheme", ["checkpoint", "w4a16"])

@@ -27,6 +27,8 @@ def test_a_router_loses_no_bits(folder, target, dtype, expected):
     """A GPU multiplies bfloat16 weights exactly, and reads half the bytes."""
     with open_checkpoint(CHECKPOINTS / folder) as checkpoint:
         model = plan_model(checkpoint, Settings(target, dtype=dtype)).model
-    routers = [layer.mlp.router_weight for layer in model.layers if hasattr(layer.mlp, "experts")]
+    routers = [
+        layer.mlp.token_router.weight for layer in model.layers if hasattr(layer.mlp, "experts")
+    ]
     assert routers
     assert {router.get_value().dtype for router in routers} == {jnp.dtype(expected)}

@@ -243,7 +243,7 @@ def test_a_quantized_router_of_compressed_tensors(tmp_path, caplog):
         values.append(tool_weight(tensors, gate, divides=True))
 
     moe = nvfp4.load_moe(edited(tmp_path, CT, edit), 0, dtype=jnp.float32, backend="reference")
-    np.testing.assert_array_equal(moe.router_weight.get_value(), values[0])
+    np.testing.assert_array_equal(moe.token_router.weight.get_value(), values[0])
     assert f"'{gate}' holds NVFP4 codes but is declared dense" in caplog.text
 
 

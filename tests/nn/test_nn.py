@@ -20,7 +20,8 @@ from jax_nvfp4_moe import (
 )
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.nn.dense import DenseLinear, NVFP4Param
-from jax_nvfp4_moe.nn.moe import LatentProjections, RouterCorrection
+from jax_nvfp4_moe.nn.moe import LatentProjections
+from jax_nvfp4_moe.nn.token_router import RouterCorrection
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router, route
 from jax_nvfp4_moe.testing import (
@@ -86,7 +87,7 @@ def test_a_bias_of_the_logits_moves_choice_and_weights():
     bias = np.where(np.arange(8) == 3, 5.0, 0.0).astype(np.float32)
     router = Router(2, select="logits")
     biased = make(top_k=None, router=router, router_logit_bias=bias)
-    weight, x = np.asarray(biased.router_weight.get_value(), np.float32), tokens(5)
+    weight, x = np.asarray(biased.token_router.weight.get_value(), np.float32), tokens(5)
     ids, weights = biased.route(x)
     logits = jnp.asarray(x @ weight.T + bias)
     want_ids, want_weights = route(router, logits)
@@ -104,7 +105,7 @@ def test_a_bias_of_the_logits_moves_choice_and_weights():
 def test_a_router_with_a_norm_and_factors():
     """The norm changes only what the router reads, and the factors change only the weights."""
     moe, x, scale = make(), tokens(5), np.linspace(0.5, 2.0, 8, dtype=np.float32)
-    weight = moe.router_weight.get_value()
+    weight = moe.token_router.weight.get_value()
     other = make(router_weight=weight, router_norm=lambda x: -x, router_scale=scale)
     ids, weights = other.route(x)
     want_ids, want_weights = moe.route(-x)
@@ -125,7 +126,7 @@ def test_token_ids_decide_experts():
     np.testing.assert_array_equal(ids, table[token_ids])
 
     def shares(ids, dtype):
-        rounded, weight = x.astype(jnp.bfloat16), moe.router_weight.get_value()
+        rounded, weight = x.astype(jnp.bfloat16), moe.token_router.weight.get_value()
         logits = np.asarray(rounded, dtype) @ np.asarray(weight, dtype).T
         chosen = np.exp(np.take_along_axis(logits, np.asarray(ids), axis=1))
         return chosen / chosen.sum(axis=1, keepdims=True)
@@ -161,7 +162,7 @@ def test_router_logits_are_float32():
 
 def test_a_gpu_multiplies_bfloat16_logits_as_they_are():
     """The program has one bfloat16 dot with float32 sums, one kernel, and no float32 weight."""
-    moe = make(target=HOPPER)
+    moe = make(target=HOPPER, param_dtype=jnp.bfloat16)
     traced = jax.jit(lambda moe, x: moe.route(x)).trace(moe, tokens(5))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "(tensor<5x64xbf16>, tensor<8x64xbf16>, tensor<0xbf16>) -> tensor<5x8xf32>" in text
@@ -176,7 +177,7 @@ def test_a_correction_moves_the_choice_and_not_the_weights():
     ids, weights = moe.route(tokens(5))
     assert (np.asarray(ids) == 6).all()
     assert (np.asarray(weights) < 1).all()
-    assert isinstance(moe.router_bias, RouterCorrection)
+    assert isinstance(moe.token_router.correction_bias, RouterCorrection)
 
 
 def test_shared_experts_and_their_gate():
@@ -269,8 +270,8 @@ def test_the_scheme_is_settled_at_construction():
 def test_own_experts_without_input_scales_are_told_what_to_do():
     own = quantize_experts(*jnp.ones((2, 8, 32, 64)), jnp.ones((8, 64, 32)))
     told = (
-        r"w4a4 needs input scales.*gate_up_input_scale.*checkpoint_scheme='w4a4'"
-        r".*w4a4_token_scale"
+        r"w4a4 needs input scales.*nvfp4\.calibrate\(model, batches, scheme='w4a4'\)"
+        r".*gate_up_input_scale.*w4a4_token_scale"
     )
     with pytest.raises(ValueError, match=f"scheme: {told}"):
         make(params=own, scheme="w4a4")
@@ -278,7 +279,9 @@ def test_own_experts_without_input_scales_are_told_what_to_do():
         make(params=own, scheme="w4a4", checkpoint_scheme="w4a4")
     scale = jnp.full(8, 1 / 2688, jnp.float32)
     own = dataclasses.replace(own, gate_up_input_scale=scale, down_input_scale=scale)
-    assert make(params=own, scheme="w4a4", checkpoint_scheme="w4a4").experts.scheme is Scheme.W4A4
+    assert make(params=own, scheme="w4a4").experts.scheme is Scheme.W4A4
+    with pytest.raises(ValueError, match=f"scheme: {told}"):
+        make(params=own, scheme="w4a4", checkpoint_scheme="w4a16")
 
 
 def test_experts_the_other_way_around_are_told_which_axis_is_which():
@@ -308,10 +311,10 @@ def test_weights_stand_in_the_layout_of_their_kernel():
 
 def test_no_optimizer_sees_the_frozen_weights():
     moe = make(router_bias=jnp.zeros(8))
-    assert list(nnx.to_pure_dict(nnx.state(moe, nnx.Param))) == ["router_weight"]
+    assert nnx.to_pure_dict(nnx.state(moe, nnx.Param)).keys() == {"token_router"}
     assert isinstance(moe.experts.params, NVFP4Param)
     gradient = nnx.jit(nnx.grad(lambda moe: moe.route(tokens(5))[1].sum()))(moe)
-    assert [path for path, _ in nnx.to_flat_state(gradient)] == [("router_weight",)]
+    assert [path for path, _ in nnx.to_flat_state(gradient)] == [("token_router", "weight")]
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -332,7 +335,7 @@ def test_given_weights_in_a_linen_model():
     linen = nnx.bridge.to_linen(NVFP4MoE, *SIZES.values(), top_k=2, params=params)
     x = tokens(5)
     variables = linen.init(jax.random.key(0), x)
-    expected = make(params=params, router_weight=variables["params"]["router_weight"])(x)
+    expected = make(params=params, router_weight=variables["params"]["token_router"]["weight"])(x)
     np.testing.assert_array_equal(linen.apply(variables, x), expected)
 
 

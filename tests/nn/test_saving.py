@@ -255,6 +255,18 @@ def test_other_columns_in_the_same_bytes_are_refused(tmp_path):
         restore(tmp_path / "m", moe_for_hopper(64, 64))
 
 
+def test_a_folder_of_another_format_is_refused_in_one_sentence(tmp_path):
+    """Formats differ in the names of variables, so a list of differences would name them all."""
+    moe = NVFP4MoE(4, 64, 32, top_k=2, params=experts(4, 64, 32), router_weight=jnp.ones((4, 64)))
+    save(tmp_path / "m", moe)
+    record = json.loads((tmp_path / "m" / LAYOUTS).read_text())
+    arrays = {name.replace("token_router/", "router_"): v for name, v in record["arrays"].items()}
+    (tmp_path / "m" / LAYOUTS).write_text(json.dumps(record | {"version": 3, "arrays": arrays}))
+    with pytest.raises(CheckpointError, match="expected format version 4, got 3") as raised:
+        restore(tmp_path / "m", moe)
+    assert "router" not in str(raised.value)
+
+
 def test_another_version_of_a_layout_is_refused(tmp_path):
     moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0), backend="reference")
     save(tmp_path / "m", moe)

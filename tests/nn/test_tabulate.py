@@ -48,9 +48,9 @@ MODULES = {
     "a user's model": Users,
 }
 SHOWN = {
-    "experts": {"NVFP4MoE", "NVFP4Experts"},
+    "experts": {"NVFP4MoE", "TokenRouter", "NVFP4Experts"},
     "linear": {"NVFP4Linear"},
-    "a user's model": {"Users", "Linear", "NVFP4MoE", "NVFP4Experts", "NVFP4Linear"},
+    "a user's model": {"Users", "Linear", "NVFP4MoE", "TokenRouter", "NVFP4Experts", "NVFP4Linear"},
 }
 
 
@@ -79,6 +79,16 @@ def test_models(folder, cached, expected):
     given = (IDS, model.init_cache(2, 8)) if cached else (IDS,)
     table = tabulate(model, *given, lengths=jnp.array([5, 3]))
     assert expected | {type(model).__name__} <= names(table)
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v3-direct-modelopt-w4a16", "qwen3moe-modelopt-w4a16"])
+def test_operations_of_derivatives_are_counted(folder):
+    """Flax differentiates each public method, and passes arrays to it as the model does."""
+    layer = nvfp4.load_model(CHECKPOINTS / folder).layers[0].attention
+    x = jnp.ones((*IDS.shape, layer.config.hidden), layer.dtype)
+    table = tabulate(layer, x, np.broadcast_to(np.arange(5), (2, 5)), None, compute_vjp_flops=True)
+    assert {"KeysAndValues", type(layer).__name__} <= names(table)
+    assert "vjp_flops" in table
 
 
 def test_scores_are_shown():

@@ -20,9 +20,12 @@ SIGNATURES = {
     "save": "folder, module",
     "restore": "folder, like",
     "load_tokenizer": "folder",
-    "quantize_experts": "gate, up, down",
-    "NVFP4Linear.from_dense": "kernel, options",
+    "quantize_experts": "gate, up, down, *, algorithm='max', interleaved=False, gate_up_bias=None, "
+    "down_bias=None, gate_up_input_scale=None, down_input_scale=None",
+    "calibrate": "module, batches, *, scheme=None",
+    "NVFP4Linear.from_dense": "kernel, *, algorithm='max', options",
     "NVFP4MoE.from_dense": "gate, up, down, router_kernel, options",
+    "NVFP4Experts.from_dense": "gate, up, down, options",
     "quantize": "x, global_scale=None",
     "prepare": "params, *, scheme=None, target=None, backend=None, dtype=bfloat16, top_k=1",
     "ops.grouped_gemm": "x, weight, group_sizes, *, input_scale=None, scheme=None, target=None, "
@@ -143,9 +146,13 @@ def test_what_explain_returns():
 
 
 def test_modules_are_flax_modules():
+    assert issubclass(nvfp4.NVFP4Experts, nnx.Module)
+    assert issubclass(nvfp4.NVFP4Param, nnx.Variable)
     for module in (nvfp4.NVFP4MoE, nvfp4.NVFP4Linear):
         assert issubclass(module, nnx.Module)
         assert inspect.signature(module.__init__).parameters["rngs"].default is None
     block = nvfp4.NVFP4MoE(2, 32, 16, top_k=1, rngs=nnx.Rngs(0))
-    for part in (block, block.route, block.experts):
+    for part in (block, block.route, block.experts, block.token_router, block.router_logits):
         assert callable(part)
+    assert isinstance(block.experts, nvfp4.NVFP4Experts)
+    assert isinstance(block.experts.params, nvfp4.NVFP4Param)

@@ -19,6 +19,7 @@ from jax_nvfp4_moe.models.decoder import Decoder
 from jax_nvfp4_moe.nn.experts import RoutedTokens
 from jax_nvfp4_moe.nn.indexer import Indexer
 from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.token_router import TokenRouter
 
 # Methods by which a model runs its modules. Norms have one that adds to the residual stream.
 _CALLS = ("__call__", "normalize_sum")
@@ -29,7 +30,8 @@ def rounded_modules(model, rounds):
     """Round floats to bfloat16 on their way into and out of each module inside `model`.
 
     Args:
-      model: a `Decoder` in float32. Its logits are not rounded, as in a bfloat16 model.
+      model: a `Decoder` in float32. Its logits and the weights of experts are not rounded, as in a
+        bfloat16 model.
       rounds: bool scalar, which may be traced. Whether to round, so that one program serves both
         cases.
     """
@@ -52,7 +54,7 @@ def rounded_modules(model, rounds):
         for kind in kinds
         for name in _CALLS
         for owner in [_owner(kind, name)]
-        if owner not in (None, Decoder)
+        if owner not in (None, Decoder, TokenRouter)
     }
     with contextlib.ExitStack() as stack:
         for owner, name in calls:
