@@ -134,13 +134,13 @@ def assert_as_accurate_as(
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_nvfp4_moe as nvfp4
-      >>> actual, yardstick = jnp.array([1.01]), jnp.array([1.02])
+      >>> actual, yardstick = jnp.array([1.001]), jnp.array([1.002])
       >>> nvfp4.testing.assert_as_accurate_as(actual, yardstick, [1.0])  # passes
       >>> try:
-      ...     nvfp4.testing.assert_as_accurate_as(jnp.array([1.05]), yardstick, [1.0])
+      ...     nvfp4.testing.assert_as_accurate_as(jnp.array([1.005]), yardstick, [1.0])
       ... except AssertionError as error:
-      ...     print(str(error)[:20])
-      error 0.05 at (0,) i
+      ...     print(str(error)[:19])
+      error 0.005 at (0,)
     """
     truth = np.asarray(truth, np.float64)
     if truth.size == 0:

@@ -181,7 +181,7 @@ WRONG = {
         ValueError,
         r"^global_scale: expected a shape that broadcasts to \(\).*got \(3,\)",
     ),
-    "no up": (lambda: nvfp4.quantize_experts(None, None, X), TypeError, "^up: .*got None"),
+    "no up": (lambda: nvfp4.quantize_experts(None, None, X), ValueError, "^up: .*got None"),
     "down of two axes": (
         lambda: nvfp4.quantize_experts(None, X, X),
         ValueError,

@@ -175,7 +175,7 @@ def test_matrices_that_do_not_fit():
         ((None, None, down), {}, "up: expected .* got None for both"),
         ((gate, None, down), {}, r"gate: expected shape \[e, 2i, h\] = \(4, 64, 64\)"),
         ((gate, up, down), {"interleaved": True}, "interleaved: expected False"),
-        ((gate, up, down[0]), {}, r"down: expected shape \[e, h, i\], got \(64, 32\)"),
+        ((gate, up, down[0]), {}, r"down: expected three axes, .* got shape \(64, 32\)"),
     ):
         with pytest.raises(ValueError, match=message):
             nvfp4.quantize_experts(*given, **more)

@@ -17,7 +17,7 @@ SIGNATURES = {
     "top_p=1.0, stop_ids=None, key=None, prefill_chunk=None, stats=False",
     "stream": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
     "top_p=1.0, stop_ids=None, key=None, prefill_chunk=None",
-    "save": "folder, module",
+    "save": "folder, module, *, overwrite=False",
     "restore": "folder, like",
     "load_tokenizer": "folder",
     "quantize_experts": "gate, up, down, *, algorithm='max', interleaved=False, gate_up_bias=None, "
