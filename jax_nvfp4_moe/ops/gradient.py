@@ -26,6 +26,7 @@ from jax_nvfp4_moe.backends.reference import (
     round_to,
     sort_slots,
 )
+from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
 from jax_nvfp4_moe.ops.dense import precision_for
 
 
@@ -95,7 +96,7 @@ def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
         float32.
       layer: the same computation, expert by expert.
     """
-    run = jax.custom_vjp(forward)
+    run = jax.custom_vjp(_varying(forward))
 
     def ahead(*operands):
         return run(*operands), operands
@@ -105,7 +106,12 @@ def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
         return x_bar.astype(y_bar.dtype), _only(operands[1], biases_bar), None, weights_bar
 
     run.defvjp(ahead, back)
-    return run
+    return lambda *operands: run(*vary_together(operands))
+
+
+def _varying(forward):
+    """Return `forward` with a result that varies between devices if its operands do."""
+    return lambda *operands: vary_like(forward(*operands), operands)
 
 
 def _expert_bars(layer, operands, y_bar):
@@ -114,6 +120,7 @@ def _expert_bars(layer, operands, y_bar):
     x, params, expert_ids, expert_weights = jax.tree.map(jnp.asarray, operands)
     biases = {name: getattr(params, name) for name in BIASES}
     bars = jax.tree.map(_zeros, (x, expert_weights.reshape(-1), biases))
+    bars = vary_like(bars, operands)
     if expert_ids.size and layer.num_experts:
         slots, starts, ends = sort_slots(expert_ids, layer.num_experts)
         given = x, expert_weights.reshape(-1), biases, y_bar
@@ -172,7 +179,7 @@ def with_product_gradient(forward: Callable) -> Callable:
         of x. `weight` is an `NVFP4Tensor` ``[e, n, k]``; `bias` is float32 ``[e, n]`` or None.
         `group_sizes` is None if one group has all rows.
     """
-    run = jax.custom_vjp(forward)
+    run = jax.custom_vjp(_varying(forward))
 
     def ahead(x, weight, group_sizes, input_scale, bias):
         return run(x, weight, group_sizes, input_scale, bias), (bias, weight, group_sizes)
@@ -183,7 +190,7 @@ def with_product_gradient(forward: Callable) -> Callable:
         return x_bar.astype(y_bar.dtype), None, None, None, bias_bar
 
     run.defvjp(ahead, back)
-    return run
+    return lambda *operands: run(*vary_together(operands))
 
 
 def _product_bars(bias, weight, group_sizes, y_bar):
@@ -191,6 +198,7 @@ def _product_bars(bias, weight, group_sizes, y_bar):
     bias, weight, group_sizes = jax.tree.map(jnp.asarray, (bias, weight, group_sizes))
     m, (e, _, k) = y_bar.shape[0], weight.shape
     bars = jnp.zeros((m, k), jnp.float32), jax.tree.map(jnp.zeros_like, bias)
+    bars = vary_like(bars, y_bar)
     if m == 0 or e == 0:
         return bars
     starts, ends = group_bounds(group_sizes, m)
