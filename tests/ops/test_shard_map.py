@@ -21,8 +21,8 @@ pytestmark = pytest.mark.eight_devices
 
 SIZES = {"b": 2, "t": 2}
 BOUND = 1e-5  # float32 sums in another order
-# `prepare`, `chain_calls` and the choice of keys are not differentiable. Results of `quantize_nvfp4`
-# depend on all rows, and the group sizes of `grouped_gemm` are those of one device.
+# `prepare`, `chain_calls` and the choice of keys are not differentiable. `quantize_nvfp4` depends
+# on all rows, and the group sizes of `grouped_gemm` are those of one device.
 OTHERS = {"prepare", "chain_calls", "choose_keys", "quantize_nvfp4", "grouped_gemm"}
 CASES = [name for name in CALLS if name.split(" ")[0] not in OTHERS]
 
