@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
 from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
 
 
@@ -38,4 +39,8 @@ def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any]
         return run(*primals), jax.jvp(compute, primals, tangents)[1]
 
     chosen = compute if kernel is reference else run
-    return lambda *operands, **named: chosen(*vary_together((operands, named)))
+
+    def call(operands, named):
+        return chosen(*vary_together((operands, named)))
+
+    return lambda *operands, **named: on_auto_axes(call)(operands, named)

@@ -26,6 +26,7 @@ from jax_nvfp4_moe.backends.reference import (
     round_to,
     sort_slots,
 )
+from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
 from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
 from jax_nvfp4_moe.ops.dense import precision_for
 
@@ -106,7 +107,7 @@ def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
         return x_bar.astype(y_bar.dtype), _only(operands[1], biases_bar), None, weights_bar
 
     run.defvjp(ahead, back)
-    return lambda *operands: run(*vary_together(operands))
+    return on_auto_axes(lambda *operands: run(*vary_together(operands)))
 
 
 def _varying(forward):
@@ -190,7 +191,7 @@ def with_product_gradient(forward: Callable) -> Callable:
         return x_bar.astype(y_bar.dtype), None, None, None, bias_bar
 
     run.defvjp(ahead, back)
-    return lambda *operands: run(*vary_together(operands))
+    return on_auto_axes(lambda *operands: run(*vary_together(operands)))
 
 
 def _product_bars(bias, weight, group_sizes, y_bar):

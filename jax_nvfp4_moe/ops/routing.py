@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
 from jax_nvfp4_moe.numerics.routing import (
     TINY,
     Router,
@@ -74,8 +75,14 @@ def route(
     problem = Problem("route", None, target, "float32", num_experts=e, top_k=router.top_k)
     plan = resolve(problem, backend=backend)
     bias = None if bias is None else bias.astype(jnp.float32)
-    logits, bias = vary_together((logits.astype(jnp.float32), bias))
-    ids, weights = _choose(plan.lower, router, lax.stop_gradient(logits), lax.stop_gradient(bias))
+    run = functools.partial(_route, plan.lower, router)
+    return on_auto_axes(run)(logits.astype(jnp.float32), bias)
+
+
+def _route(lower, router, logits, bias):
+    """Return the ids, and the weights with their derivative."""
+    logits, bias = vary_together((logits, bias))
+    ids, weights = _choose(lower, router, *jax.tree.map(lax.stop_gradient, (logits, bias)))
     return ids, _with_derivative(router, logits, ids, weights)
 
 
