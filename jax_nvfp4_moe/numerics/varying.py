@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 
 import jax
 from jax import lax
+from jax.sharding import AxisType, get_abstract_mesh
 
 Tree = TypeVar("Tree")
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
     """Return the mesh axes along which any array of `tree` varies; none outside `shard_map`."""
+    if AxisType.Manual not in get_abstract_mesh().axis_types:
+        return frozenset()  # quickly, because ops outside of `jax.jit` ask at each call
     kinds = map(jax.typeof, jax.tree.leaves(tree))
     return frozenset().union(*(kind.manual_axis_type.varying for kind in kinds))
 
