@@ -356,7 +356,7 @@ def test_an_expert_computes_about_as_many_rows_as_it_has(tokens, top_k, experts,
 def test_calls_without_jit_compile_the_backward_pass_once():
     """Each call makes new functions. They must be equal to those of the call before."""
     x, params, ids, weights = layer()
-    dense = DenseExperts(normal(0, E, 2 * I, H), normal(1, E, H, I))
+    dense = DenseExperts(jnp.asarray(normal(0, E, 2 * I, H)), jnp.asarray(normal(1, E, H, I)))
 
     def total(x):
         y = nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a16")
