@@ -68,6 +68,7 @@ def test_types_of_gradients(name):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == shapes
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_one_device():
     operands, loss = load("lfm2_moe")
     expected = jax.tree.leaves(jax.jit(jax.grad(loss))(*operands))
