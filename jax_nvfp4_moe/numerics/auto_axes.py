@@ -50,8 +50,9 @@ def on_auto_axes(run: Callable[..., Any], features: int = 1) -> Callable[..., An
         rows = jax.typeof(jax.tree.leaves(operands)[0])
         rows = rows.shape[: rows.ndim - features], rows.sharding.spec
         kinds = dict.fromkeys(_explicit_names(mesh), AxisType.Auto)
-        inner = NamedSharding(mesh.update_axis_types(kinds), PartitionSpec())
-        with use_abstract_mesh(inner.mesh):
+        inner_mesh = mesh.update_axis_types(kinds)
+        inner = NamedSharding(inner_mesh, PartitionSpec())
+        with use_abstract_mesh(inner_mesh):
             y = run(*jax.tree.map(lambda leaf: reshard(leaf, inner), operands))
 
         def restore(leaf):

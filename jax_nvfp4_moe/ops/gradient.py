@@ -127,7 +127,8 @@ def _expert_bars(layer, operands, y_bar):
     if expert_ids.size and layer.num_experts:
         slots, starts, ends = sort_slots(expert_ids, layer.num_experts)
         given = x, expert_weights.reshape(-1), biases, y_bar
-        chunk = _chunk_rows(*expert_ids.shape, layer.num_experts)
+        tokens, top_k = expert_ids.shape
+        chunk = _chunk_rows(tokens, top_k, layer.num_experts)
 
         def visit(expert, bars):
             weights = layer.read_expert(params, expert)

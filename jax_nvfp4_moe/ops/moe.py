@@ -142,6 +142,7 @@ def moe_mlp(
     if plan.scheme is not Scheme.W4A4:  # kernels read input scales under w4a4 only
         params = dataclasses.replace(params, gate_up_input_scale=None, down_input_scale=None)
     static = {"scheme": plan.scheme, "call": call, "weight_on_input": weight_on_input}
+    assert plan.scheme is not None  # only ops without weights have plans without a scheme
     rows = _RunRows(call, plan.scheme, x.dtype)
     layer = ExpertLayer(params.num_experts, _read_expert, rows, weight_on_input)
     run = with_expert_gradient(functools.partial(plan.lower, **static), layer)
