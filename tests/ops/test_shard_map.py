@@ -20,6 +20,9 @@ from jax_nvfp4_moe import ops
 
 pytestmark = pytest.mark.eight_devices
 
+# Ops that do not take the reference by themselves on a CPU.
+KERNELS = {"attention", "linear", "moe_mlp"}
+
 
 def mesh():
     return make_mesh((2,), names=("data",))
@@ -44,12 +47,14 @@ def test_rows_of_each_device_and_shared_weights(name):
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.split(" ")[0] in KERNELS or not all(Case(name).rows)]
+)
 def test_types_of_gradients(name):
     """Each gradient has the type of its operand if weights vary, and with the reference."""
     case = Case(name)
-    found = [({}, [not one for one in case.rows])]
-    if "backend" in case.call.options:
+    found = [({}, [not one for one in case.rows])] if not all(case.rows) else []
+    if name.split(" ")[0] in KERNELS:
         found.append(({"backend": "reference"}, case.rows))
     for how, varies in found:
         parts = [
