@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.numerics.varying import vary_like
 from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
 # A token at this position or a later one is padding. It changes no cache and no recurrent state.
@@ -184,7 +185,8 @@ def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk, scales=(No
         largest = jnp.broadcast_to(_of_heads(sinks, grouped), rows)
         total = jnp.ones(rows, jnp.float32)
     y = jnp.zeros((*rows, v.shape[-1]), jnp.float32)
-    _, total, y = lax.fori_loop(first, last, add_block, (largest, total, y))
+    carry = vary_like((largest, total, y), (q, k, v, positions, sinks, scales))
+    _, total, y = lax.fori_loop(first, last, add_block, carry)
     # A block of padding alone visits no key. Its sum is 0, and 0 / 0 would be NaN.
     y = ungroup(y / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None], q)
     return _without_negative(y, positions)

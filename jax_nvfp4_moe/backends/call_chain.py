@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
 from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
 # The target that runs chains on GPUs. Their calls may run beside each other.
@@ -343,7 +344,8 @@ def emit_chain(ffi_target: str, calls: Sequence[Call], wanted: Sequence[Value]) 
         vmap_method="sequential",
     )
     attributes = _attributes(calls, places, _flags(len(calls), branches, deferred))
-    arrays = emit(*(value.array for value in operands), **attributes)
+    given = vary_together([value.array for value in operands])
+    arrays = vary_like(emit(*given, **attributes), given)
     for value, array in zip(results, arrays[:-1], strict=True):
         value.array = array
 

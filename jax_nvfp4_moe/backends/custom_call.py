@@ -1,5 +1,7 @@
 """Emit one XLA FFI call for an op, with the operand order that all kernels here share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,11 @@ def _check_known(ffi_target, rows, symbolic_rows):
         )
 
 
+def _as_one_program(*static):
+    """Return a decorator: outside of `jax.jit`, a call runs one program, not one per operation."""
+    return functools.partial(jax.jit, inline=True, static_argnames=static)
+
+
 def lower_moe(ffi_target, workspace_bytes, *, symbolic_rows=False):
     """Return the function that lowers `moe_mlp` to an FFI target.
 
@@ -69,6 +76,7 @@ def lower_moe(ffi_target, workspace_bytes, *, symbolic_rows=False):
         False by default.
     """
 
+    @_as_one_program("scheme", "call", "weight_on_input")
     def lower(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
         (t, h), (e, top_k) = x.shape, (params.num_experts, expert_ids.shape[1])
         _check_known(ffi_target, t, symbolic_rows)
@@ -117,6 +125,7 @@ def lower_grouped_gemm(ffi_target, workspace_bytes, *, symbolic_rows=False):
         False by default.
     """
 
+    @_as_one_program("scheme")
     def lower(x, weight, group_sizes, input_scale, bias, *, scheme):
         (m, k), (e, n, _) = x.shape, weight.shape
         _check_known(ffi_target, m, symbolic_rows)
@@ -150,6 +159,7 @@ def lower_quantize(ffi_target, partials):
         needs.
     """
 
+    @_as_one_program("scale_layout")
     def lower(x, global_scale, scale_layout):
         m, k = x.shape
         scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
+
 
 def kernel_call(
     ffi_target: str,
@@ -26,7 +28,9 @@ def kernel_call(
         (default) for none.
 
     Returns:
-      A function of arrays, and of attributes by name, with what `jax.ffi.ffi_call` returns.
+      A function of arrays, and of attributes by name, with what `jax.ffi.ffi_call` returns. Inside
+      `jax.shard_map`, the results vary along the mesh axes along which any operand varies. The call
+      of JAX gives results that do not vary, and their gradients would be wrong.
     """
     aliases = dict(input_output_aliases or {})
     call = jax.ffi.ffi_call(
@@ -34,6 +38,10 @@ def kernel_call(
     )
 
     def run(*operands, **attributes):
+        operands = vary_together(operands)
+        return vary_like(emit(operands, attributes), operands)
+
+    def emit(operands, attributes):
         if 0 not in operands[0].shape:
             return call(*operands, **attributes)
         kept = {result: operands[operand] for operand, result in aliases.items()}

@@ -23,6 +23,7 @@ from jax_nvfp4_moe.numerics.norms import normalize
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, divide, fake_quantize, quantize
 from jax_nvfp4_moe.numerics.routing import route
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
+from jax_nvfp4_moe.numerics.varying import vary_like
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
 
 CHUNK_ROWS = 128  # number of rows of one expert that are processed at once
@@ -168,6 +169,7 @@ def combine_experts(
     y = jnp.zeros((t, h if width is None else width), jnp.float32)
     if t == 0 or top_k == 0 or e == 0:
         return y.astype(x.dtype)
+    y = vary_like(y, (x, expert_ids, weights))
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
 
 
@@ -227,6 +229,7 @@ def grouped_gemm(x, weight, group_sizes, input_scale, bias, *, scheme):
     y = jnp.zeros((m, n), jnp.float32)
     if e == 0:
         return y.astype(x.dtype)
+    y = vary_like(y, (x, weight, group_sizes, input_scale, bias))
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
 
 

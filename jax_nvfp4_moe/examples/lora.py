@@ -12,6 +12,7 @@ from flax import nnx
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.nn.grouped_query import Attention
 
 CHECKPOINT = pathlib.Path(__file__).parent / "tiny-python-moe"
 TEXT = '''
@@ -30,7 +31,12 @@ def add_lora(model, rank, rngs):
       model: model from `load_model`, changed in place.
       rank: rank of the low-rank products.
       rngs: `nnx.Rngs` for their initial values.
+
+    Raises:
+      ValueError: a layer has a mixer that is not grouped-query attention, or the heads are divided
+        along the mesh axis "tensor". The model is then unchanged.
     """
+    check_attention(model)
     for layer in model.layers:
         attention, sizes = layer.attention, layer.attention.config
         widths = {"qkv": sizes.hidden, "out": sizes.num_heads * sizes.head_dim}
@@ -39,6 +45,31 @@ def add_lora(model, rank, rngs):
             rows = jax.eval_shape(base, jnp.zeros((1, width), model.dtype)).shape[-1]
             beside = nnx.LoRA(width, rank, rows, base_module=base, dtype=model.dtype, rngs=rngs)
             setattr(attention, name, beside)
+
+
+def check_attention(model):
+    """Check that `add_lora` can take the mixer of each layer of a model.
+
+    Raises:
+      ValueError: it cannot; the message names each mixer.
+    """
+    mixers = {
+        f"layers.{index}": getattr(layer, "attention", getattr(layer, "mixer", None))
+        for index, layer in enumerate(model.layers)
+    }
+    others = [f"{path} {type(one).__name__}" for path, one in mixers.items() if not _is_taken(one)]
+    if others:
+        raise ValueError(
+            "model: add_lora takes layers with grouped-query attention whose heads are not divided "
+            f'along the mesh axis "tensor"; got {", ".join(others)}. Load the model without the '
+            "axis, or wrap the linears of these layers in nnx.LoRA yourself"
+        )
+
+
+def _is_taken(mixer):
+    """Return whether `add_lora` can take a mixer."""
+    divided = getattr(mixer, "expert_mesh", None)
+    return isinstance(mixer, Attention) and (divided is None or divided.tensor == 1)
 
 
 def loss(model, ids):

@@ -23,6 +23,7 @@ from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.nn.keys import KeyTable
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.nn.packing import find_places, is_spread, pack, pack_like, spread
+from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -236,6 +237,12 @@ class Decoder(nnx.Module):
             value is out of range: an id, a length, their sum, a token without room in the cache, or
             a position beyond ``config.max_positions``.
         """
+        _check_call(input_ids, cache)
+        run = functools.partial(Decoder._call, num_tokens=num_tokens)
+        return _run_on_any_mesh(run, self, input_ids, cache, lengths, logits_at)
+
+    def _call(self, input_ids, cache, lengths, logits_at, *, num_tokens):
+        """Compute `__call__`."""
         stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens)
         if logits_at is not None:
             stream = _take_one(stream, positions, logits_at)
@@ -271,7 +278,13 @@ class Decoder(nnx.Module):
           ValueError: as in a call of the model; or the shape of `targets` is wrong, or a known
             target is not in the vocabulary.
         """
+        _check_call(input_ids, cache)
         _check_targets(self.config, targets, input_ids)
+        run = functools.partial(Decoder._score_targets, num_tokens=num_tokens)
+        return _run_on_any_mesh(run, self, input_ids, targets, cache, lengths)
+
+    def _score_targets(self, input_ids, targets, cache, lengths, *, num_tokens):
+        """Compute `score`."""
         stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens)
         x = self.close_stream(stream)
         targets = pack_like(jnp.asarray(targets, jnp.int32), positions, x)
@@ -281,7 +294,6 @@ class Decoder(nnx.Module):
 
     def _read(self, input_ids, cache, lengths, num_tokens):
         """Run the layers; return what leaves the last one, the positions and the updated cache."""
-        _check_call(input_ids, cache)
         _check_values(self.config, input_ids, cache, lengths, num_tokens)
         input_ids = jnp.asarray(input_ids, jnp.int32)  # int8 cannot index a large vocabulary
         lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
@@ -292,7 +304,6 @@ class Decoder(nnx.Module):
         if lengths is not None:
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
-        check_context(table)
         packs = lengths is not None and num_tokens is not None and num_tokens < b * t
         packed = pack(input_ids, positions, max(num_tokens, 1) if packs else None)
         stream = self.open_stream(table, packed)
@@ -336,6 +347,23 @@ class Decoder(nnx.Module):
             if self.expert_mesh is None:
                 return score(head, x)
             return gather_columns(score, head, x, self.expert_mesh)
+
+
+def _run_on_any_mesh(run, model, input_ids, *operands):
+    """Return ``run(model, input_ids, *operands)``, as with Auto axes if the mesh has Explicit axes.
+
+    A model with a mesh of its own has turned the Explicit axes of that mesh into Auto axes.
+    """
+    table = model.embedding.get_value()
+    check_context(table)
+    if model.expert_mesh is not None or find_explicit_mesh((input_ids, table)) is None:
+        return run(model, input_ids, *operands)
+    leaves, tree = jax.tree.flatten(model)
+
+    def call(input_ids, leaves, operands):
+        return run(tree.unflatten(leaves), input_ids, *operands)
+
+    return on_auto_axes(call, features=0)(input_ids, leaves, operands)
 
 
 def _score(head, x, *, target):

@@ -18,6 +18,7 @@ from jax_nvfp4_moe.backends.cuda import (
     DENSE_FP8_FACTOR,
 )
 from jax_nvfp4_moe.backends.resolution import unavailable_for
+from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8
 from jax_nvfp4_moe.scheme import Choice, FP8ActivationScaling, Problem, Target
 
@@ -72,7 +73,7 @@ def dense(
     form = _find_form(x, weight, rows, target)
     if form is None:
         return _multiply(x, weight, bias, dtype)
-    return _multiply_as(form, dtype, x, weight, bias)
+    return on_auto_axes(functools.partial(_multiply_as, form, dtype))(x, weight, bias)
 
 
 def _find_form(x, weight, rows, target):
@@ -232,7 +233,8 @@ def dense_fp8(
         x = _round(x, own, multiply_by_reciprocal)
     few = None if target is None else _find_fp8_kernel(x, weight, target)
     run = _multiply_fp8 if few is None else functools.partial(_multiply_fp8_few, few)
-    return run(jnp.dtype(dtype), x, weight.values, weight.scale.astype(jnp.float32), own, bias)
+    run = on_auto_axes(functools.partial(run, jnp.dtype(dtype)))
+    return run(x, weight.values, weight.scale.astype(jnp.float32), own, bias)
 
 
 def _find_fp8_kernel(x, weight: FP8Tensor, target):

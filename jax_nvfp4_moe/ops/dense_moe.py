@@ -1,5 +1,7 @@
 """`dense_moe`: an expert layer that is not NVFP4, computed expert by expert."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -57,23 +59,7 @@ def dense_moe(
     call = find_activation(activation, alpha, beta, limit)
     check_call(x, experts, expert_ids, expert_weights, call)
 
-    def run_rows(one, biases, rows):
-        def product(rows, weight, input_scale, bias):
-            rows = rows.astype(x.dtype)
-            if isinstance(weight, FP8Tensor):
-                how = {
-                    "input_scale": input_scale,
-                    "multiply_by_reciprocal": experts.multiply_by_reciprocal,
-                }
-                y = dense_fp8(rows, weight, activations=activations, **how)
-            else:
-                y = dense(rows, weight.astype(x.dtype))
-            return y if bias is None else y + bias[None]
-
-        first = one.gate_up, one.gate_up_input_scale, biases["gate_up_bias"]
-        inner = activate(call, product(rows, *first))
-        second = one.down, one.down_input_scale, biases["down_bias"]
-        return product(inner, *second)
+    run_rows = _RunRows(call, activations, experts.multiply_by_reciprocal, x.dtype)
 
     def forward(x, experts, expert_ids, expert_weights):
         biases = {name: getattr(experts, name) for name in BIASES}
@@ -94,3 +80,39 @@ def dense_moe(
     run = with_expert_gradient(forward, layer)
     ids, weights = narrow_ids(expert_ids), expert_weights.astype(jnp.float32)
     return run(x, in_float32(experts), ids, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RunRows:
+    """Run rows of one expert through both GEMMs; see `ExpertLayer`.
+
+    Attributes:
+      call: the activation.
+      activations: how the inputs of GEMMs with FP8 matrices are rounded.
+      multiply_by_reciprocal: how these are divided by their scale.
+      dtype: dtype of the tokens.
+    """
+
+    call: ActivationCall
+    activations: FP8ActivationScaling
+    multiply_by_reciprocal: bool
+    dtype: jnp.dtype
+
+    def __call__(self, one, biases, rows):
+        """Return float32 ``[m, h]`` for rows ``[m, h]``."""
+        first = one.gate_up, one.gate_up_input_scale, biases["gate_up_bias"]
+        inner = activate(self.call, self._multiply(rows, *first))
+        return self._multiply(inner, one.down, one.down_input_scale, biases["down_bias"])
+
+    def _multiply(self, rows, weight, input_scale, bias):
+        """Round rows if the weight is in FP8 and rounding is wanted, multiply, and add the bias."""
+        rows = rows.astype(self.dtype)
+        if isinstance(weight, FP8Tensor):
+            how = {
+                "input_scale": input_scale,
+                "multiply_by_reciprocal": self.multiply_by_reciprocal,
+            }
+            y = dense_fp8(rows, weight, activations=self.activations, **how)
+        else:
+            y = dense(rows, weight.astype(self.dtype))
+        return y if bias is None else y + bias[None]

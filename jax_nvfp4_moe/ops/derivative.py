@@ -6,6 +6,9 @@ from typing import Any
 
 import jax
 
+from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
+from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
+
 
 def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any], **options: Any):
     """Return a function that computes `kernel` and has the derivatives of `reference`.
@@ -23,18 +26,21 @@ def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any]
     """
     forward = functools.partial(kernel, **options)
     plain = functools.partial(reference, **options)
-    if kernel is reference:
-        return plain
+
+    def compute(operands, named):
+        return vary_like(plain(*operands, **named), (operands, named))
 
     @jax.custom_jvp
     def run(operands, named):
-        return forward(*operands, **named)
+        return vary_like(forward(*operands, **named), (operands, named))
 
     @run.defjvp
     def differentiate(primals, tangents):
-        def compute(operands, named):
-            return plain(*operands, **named)
-
         return run(*primals), jax.jvp(compute, primals, tangents)[1]
 
-    return lambda *operands, **named: run(operands, named)
+    chosen = compute if kernel is reference else run
+
+    def call(operands, named):
+        return chosen(*vary_together((operands, named)))
+
+    return lambda *operands, **named: on_auto_axes(call)(operands, named)

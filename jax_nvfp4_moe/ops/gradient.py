@@ -26,6 +26,8 @@ from jax_nvfp4_moe.backends.reference import (
     round_to,
     sort_slots,
 )
+from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
+from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
 from jax_nvfp4_moe.ops.dense import precision_for
 
 
@@ -72,7 +74,8 @@ class ExpertLayer(NamedTuple):
       num_experts: number of experts. Ids below 0, and ids from this number on, contribute nothing.
       read_expert: ``(params, expert) -> weights`` of one expert, without its biases.
       run_rows: ``(weights, biases of the expert, rows [m, h]) -> [m, h]``, in differentiable
-        operations.
+        operations. Functions that compute the same are equal, so that calls outside of `jax.jit`
+        do not compile the backward pass again.
       weight_on_input: whether the weight of an expert multiplies its input instead of its output.
     """
 
@@ -95,7 +98,7 @@ def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
         float32.
       layer: the same computation, expert by expert.
     """
-    run = jax.custom_vjp(forward)
+    run = jax.custom_vjp(_varying(forward))
 
     def ahead(*operands):
         return run(*operands), operands
@@ -105,33 +108,55 @@ def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
         return x_bar.astype(y_bar.dtype), _only(operands[1], biases_bar), None, weights_bar
 
     run.defvjp(ahead, back)
-    return run
+    return on_auto_axes(lambda *operands: run(*vary_together(operands)))
 
 
+def _varying(forward):
+    """Return `forward` with a result that varies between devices if its operands do."""
+    return lambda *operands: vary_like(forward(*operands), operands)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=0)
 def _expert_bars(layer, operands, y_bar):
     """Return the float32 cotangents of tokens, expert weights and biases."""
     # Arrays of NumPy that a function closes over cannot be indexed by values of a trace.
     x, params, expert_ids, expert_weights = jax.tree.map(jnp.asarray, operands)
     biases = {name: getattr(params, name) for name in BIASES}
     bars = jax.tree.map(_zeros, (x, expert_weights.reshape(-1), biases))
+    bars = vary_like(bars, operands)
     if expert_ids.size and layer.num_experts:
         slots, starts, ends = sort_slots(expert_ids, layer.num_experts)
         given = x, expert_weights.reshape(-1), biases, y_bar
+        tokens, top_k = expert_ids.shape
+        chunk = _chunk_rows(tokens, top_k, layer.num_experts)
 
         def visit(expert, bars):
             weights = layer.read_expert(params, expert)
 
             def run_chunk(start, bars):
-                here = lax.dynamic_slice(slots, (start,), (CHUNK_ROWS,))
-                alive = start + jnp.arange(CHUNK_ROWS, dtype=jnp.int32) < ends[expert]
+                here = lax.dynamic_slice(slots, (start,), (chunk,))
+                alive = start + jnp.arange(chunk, dtype=jnp.int32) < ends[expert]
                 token = here // expert_ids.shape[1]
                 return _add_piece(layer, weights, given, expert, (token, here, alive), bars)
 
-            return by_chunks(run_chunk, starts[expert], ends[expert], bars)
+            return by_chunks(run_chunk, starts[expert], ends[expert], bars, chunk)
 
         bars = _visit_each(starts, ends, visit, bars)
     x_bar, weights_bar, biases_bar = bars
     return x_bar, weights_bar.reshape(expert_weights.shape), biases_bar
+
+
+def _chunk_rows(tokens, top_k, num_experts) -> int:
+    """Return the number of rows of one expert that are differentiated at once.
+
+    It is twice the mean number of rows of an expert, rounded up to a power of two. A chunk is
+    computed as a whole: with 128 rows for each expert, one token would take the time of 128. There
+    are at least two rows, because XLA multiplies a single one on a CPU five times slower.
+    """
+    if not isinstance(tokens, int):  # a symbol of `jax.export`
+        return CHUNK_ROWS
+    mean = -(-tokens * top_k // num_experts)
+    return min(CHUNK_ROWS, max(2, 1 << (min(tokens, 2 * mean) - 1).bit_length()))
 
 
 def _add_piece(layer, weights, given, expert, rows, bars):
@@ -172,7 +197,7 @@ def with_product_gradient(forward: Callable) -> Callable:
         of x. `weight` is an `NVFP4Tensor` ``[e, n, k]``; `bias` is float32 ``[e, n]`` or None.
         `group_sizes` is None if one group has all rows.
     """
-    run = jax.custom_vjp(forward)
+    run = jax.custom_vjp(_varying(forward))
 
     def ahead(x, weight, group_sizes, input_scale, bias):
         return run(x, weight, group_sizes, input_scale, bias), (bias, weight, group_sizes)
@@ -183,14 +208,16 @@ def with_product_gradient(forward: Callable) -> Callable:
         return x_bar.astype(y_bar.dtype), None, None, None, bias_bar
 
     run.defvjp(ahead, back)
-    return run
+    return on_auto_axes(lambda *operands: run(*vary_together(operands)))
 
 
+@functools.partial(jax.jit, inline=True)
 def _product_bars(bias, weight, group_sizes, y_bar):
     """Return the float32 cotangents of rows and biases."""
     bias, weight, group_sizes = jax.tree.map(jnp.asarray, (bias, weight, group_sizes))
     m, (e, _, k) = y_bar.shape[0], weight.shape
     bars = jnp.zeros((m, k), jnp.float32), jax.tree.map(jnp.zeros_like, bias)
+    bars = vary_like(bars, y_bar)
     if m == 0 or e == 0:
         return bars
     starts, ends = group_bounds(group_sizes, m)
@@ -220,12 +247,10 @@ def _product_bars(bias, weight, group_sizes, y_bar):
 
 def _visit_each(starts, ends, visit, carry):
     """Run ``carry = visit(expert, carry)`` for each expert that has rows; return the last carry."""
-
-    def run_expert(expert, carry):
-        there = ends[expert] > starts[expert]  # without rows, do not dequantize the weights
-        return lax.cond(there, functools.partial(visit, expert), lambda carry: carry, carry)
-
-    return lax.fori_loop(0, ends.shape[0], run_expert, carry)
+    there = ends > starts
+    visited = jnp.argsort(~there, stable=True)  # those with rows come first, in their order
+    count = jnp.sum(there, dtype=jnp.int32)
+    return lax.fori_loop(0, count, lambda i, carry: visit(visited[i], carry), carry)
 
 
 def _zeros(leaf):

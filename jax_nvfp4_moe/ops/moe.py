@@ -150,7 +150,8 @@ def moe_mlp(
     if plan.scheme is not Scheme.W4A4:  # kernels read input scales under w4a4 only
         params = dataclasses.replace(params, gate_up_input_scale=None, down_input_scale=None)
     static = {"scheme": plan.scheme, "call": call, "weight_on_input": weight_on_input}
-    rows = functools.partial(_run_rows, call, plan.scheme, x.dtype)
+    assert plan.scheme is not None  # only ops without weights have plans without a scheme
+    rows = _RunRows(call, plan.scheme, x.dtype)
     layer = ExpertLayer(params.num_experts, _read_expert, rows, weight_on_input)
     run = with_expert_gradient(functools.partial(plan.lower, **static), layer)
     return run(x, params, narrow_ids(expert_ids), expert_weights.astype(jnp.float32))
@@ -163,18 +164,33 @@ def _read_expert(params, expert):
     return *matrices, one.gate_up_input_scale, one.down_input_scale
 
 
-def _run_rows(call, scheme, dtype, weights, biases, rows):
-    """Run rows of one expert through both GEMMs in differentiable operations; see `ExpertLayer`."""
-    gate_up, down, gate_up_scale, down_scale = weights
+@dataclasses.dataclass(frozen=True)
+class _RunRows:
+    """Run rows of one expert through both GEMMs in differentiable operations; see `ExpertLayer`.
 
-    def product(rows, weight, scale, bias):
-        rows = straight_through(lambda rows: round_activations(rows, scale, scheme), rows)
-        y = jnp.matmul(rows, weight.T, precision=precision_for(dtype))
+    Attributes:
+      call: the activation.
+      scheme: how the inputs of the GEMMs are rounded.
+      dtype: dtype of the tokens.
+    """
+
+    call: ActivationCall
+    scheme: Scheme
+    dtype: jnp.dtype
+
+    def __call__(self, weights, biases, rows):
+        """Return float32 ``[m, h]`` for rows ``[m, h]``."""
+        gate_up, down, gate_up_scale, down_scale = weights
+        inner = self._multiply(rows, gate_up, gate_up_scale, biases["gate_up_bias"])
+        inner = activate(self.call, inner)
+        inner = straight_through(lambda inner: round_to(inner, self.dtype), inner)
+        return self._multiply(inner, down, down_scale, biases["down_bias"])
+
+    def _multiply(self, rows, weight, scale, bias):
+        """Round rows as the scheme says, multiply, and add the bias."""
+        rows = straight_through(lambda rows: round_activations(rows, scale, self.scheme), rows)
+        y = jnp.matmul(rows, weight.T, precision=precision_for(self.dtype))
         return y if bias is None else y + bias[None]
-
-    inner = activate(call, product(rows, gate_up, gate_up_scale, biases["gate_up_bias"]))
-    inner = straight_through(lambda inner: round_to(inner, dtype), inner)
-    return product(inner, down, down_scale, biases["down_bias"])
 
 
 def check_call(x, params, expert_ids, expert_weights, call) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.arguments import check_arguments
+from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
 from jax_nvfp4_moe.numerics.routing import (
     TINY,
     Router,
@@ -18,6 +19,7 @@ from jax_nvfp4_moe.numerics.routing import (
     normalize_weights,
     weigh,
 )
+from jax_nvfp4_moe.numerics.varying import vary_together
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
@@ -75,13 +77,19 @@ def route(
     problem = Problem("route", None, target, "float32", num_experts=e, top_k=router.top_k)
     plan = resolve(problem, backend=backend)
     bias = None if bias is None else bias.astype(jnp.float32)
-    return _differentiable(plan.lower, router, logits.astype(jnp.float32), bias)
+    run = functools.partial(_route, plan.lower, router)
+    return on_auto_axes(run)(logits.astype(jnp.float32), bias)
 
 
-# The kernels have no derivative. The derivative of the weights depends on the chosen ids only.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _differentiable(lower, router, logits, bias):
-    """Run the lowered op; `_differentiate` is its derivative."""
+def _route(lower, router, logits, bias):
+    """Return the ids, and the weights with their derivative."""
+    logits, bias = vary_together((logits, bias))
+    ids, weights = _choose(lower, router, *jax.tree.map(lax.stop_gradient, (logits, bias)))
+    return ids, _with_derivative(router, logits, ids, weights)
+
+
+def _choose(lower, router, logits, bias):
+    """Return ids and weights as the lowered op computes them."""
     if router.epsilon == TINY or not router.renormalize or router.select == "logits":
         return lower(router, logits, bias)
     # The kernels know one epsilon. For another they choose the experts, and the weights are
@@ -91,9 +99,18 @@ def _differentiable(lower, router, logits, bias):
     return ids, normalize_weights(router, weights) * router.scaling
 
 
-@_differentiable.defjvp
-def _differentiate(lower, router, primals, tangents):
+# The kernels have no derivative. The derivative of the weights depends on the chosen ids only. Ids
+# are no result of this function: the tangent of integers has a type that cannot vary between
+# devices, and JAX would refuse it inside `jax.shard_map`.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_derivative(router, logits, ids, weights):
+    """Return `weights`, with the derivative of `weigh`."""
+    return weights
+
+
+@_with_derivative.defjvp
+def _differentiate(router, primals, tangents):
     """Compute the tangent of the weights for the ids that the forward pass chose."""
-    ids, weights = _differentiable(lower, router, *primals)
-    _, tangent = jax.jvp(lambda logits: weigh(router, logits, ids), primals[:1], tangents[:1])
-    return (ids, weights), (np.zeros(ids.shape, jax.dtypes.float0), tangent)
+    logits, ids, weights = primals
+    _, tangent = jax.jvp(lambda logits: weigh(router, logits, ids), (logits,), tangents[:1])
+    return weights, tangent

@@ -15,6 +15,7 @@ from jax_nvfp4_moe.backends.reference import round_activations
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
+from jax_nvfp4_moe.ops import gradient
 from jax_nvfp4_moe.ops.dense import dense_fp8
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
@@ -341,6 +342,30 @@ def test_memory_of_the_backward_pass_stays_under_one_layer():
         compiled = total.lower(*jax.eval_shape(make)).compile()
         # The bound is a quarter of the layer in float32. Its packed bytes are an eighth.
         assert compiled.memory_analysis().temp_size_in_bytes < 3 * e * h * i * 4 / 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "rows"),
+    [(1, 8, 128, 2), (4, 2, 64, 2), (16, 8, 64, 4), (256, 8, 64, 64), (4096, 8, 8, 128)],
+)
+def test_an_expert_computes_about_as_many_rows_as_it_has(tokens, top_k, experts, rows):
+    """A chunk is computed as a whole, also if one of its rows is used."""
+    assert gradient._chunk_rows(tokens, top_k, experts) == rows
+
+
+def test_calls_without_jit_compile_the_backward_pass_once():
+    """Each call makes new functions. They must be equal to those of the call before."""
+    x, params, ids, weights = layer()
+    dense = DenseExperts(jnp.asarray(normal(0, E, 2 * I, H)), jnp.asarray(normal(1, E, H, I)))
+
+    def total(x):
+        y = nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a16")
+        return jnp.sum(y) + jnp.sum(dense_moe(x, dense, ids, weights))
+
+    first = jax.grad(total)(x)
+    programs = gradient._expert_bars._cache_size()
+    np.testing.assert_array_equal(jax.grad(total)(x), first)
+    assert gradient._expert_bars._cache_size() == programs
 
 
 def test_rematerialized_and_mapped():

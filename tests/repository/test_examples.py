@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import EXAMPLE
+from given import CHECKPOINTS, EXAMPLE
+from host_devices import make_mesh
 
 from jax_nvfp4_moe import load_model, load_tokenizer, quantize_experts
 from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx
@@ -92,3 +93,28 @@ def test_lora_learns_and_nothing_else_moves():
     after = nnx.state(model, others)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("folder", "mixers"),
+    [
+        ("kimi_linear-modelopt-w4a16", ("KimiDelta", "LatentAttention")),
+        ("nemotron_h-modelopt-w4a16", ("Mamba2",)),
+        ("qwen3_next-modelopt-w4a16", ("GatedDeltaNet",)),
+    ],
+)
+def test_lora_says_which_mixers_it_cannot_take(folder, mixers):
+    """The model stays as it is, so that the user can go on with it."""
+    model = load_model(CHECKPOINTS / folder)
+    before = nnx.graphdef(model)
+    with pytest.raises(ValueError, match="model: add_lora takes layers with") as caught:
+        lora.add_lora(model, rank=2, rngs=nnx.Rngs(0))
+    assert all(name in str(caught.value) for name in mixers)
+    assert nnx.graphdef(model) == before
+
+
+@pytest.mark.eight_devices
+def test_lora_says_that_heads_are_divided():
+    model = load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", mesh=make_mesh((1, 2)))
+    with pytest.raises(ValueError, match=r'along the mesh axis "tensor"; got layers.0 Attention'):
+        lora.add_lora(model, rank=2, rngs=nnx.Rngs(0))
