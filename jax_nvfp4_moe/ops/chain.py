@@ -30,7 +30,15 @@ _CHAIN_OF = {
     for target in record.ffi_targets
 }
 # Equations that contain a function of the same operands.
-_FUNCTIONS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+_FUNCTIONS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vmap_call",
+    "custom_partitioning",
+)
 
 
 def chain_calls(function: Callable) -> Callable:
@@ -159,7 +167,8 @@ def _inner(eqn) -> ClosedJaxpr | None:
     """Return the function that an equation calls once, if there are calls of ours in it."""
     if eqn.primitive.name not in _FUNCTIONS:
         return None
-    closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    names = "jaxpr", "call_jaxpr", "call"
+    closed = next((eqn.params[name] for name in names if name in eqn.params), None)
     return closed if isinstance(closed, ClosedJaxpr) and _has_calls(closed) else None
 
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import jax
 
+from jax_nvfp4_moe.backends.by_rows import by_rows
 
-def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any], **options: Any):
+
+def with_derivative_of(
+    reference: Callable[..., Any], kernel: Callable[..., Any], rows: str, **options: Any
+):
     """Return a function that computes `kernel` and has the derivatives of `reference`.
 
     Kernels behind the FFI have no derivative. References are plain JAX and have one.
@@ -16,19 +20,28 @@ def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any]
       reference: a differentiable function of arrays and of `options`.
       kernel: a function of the same arguments, with the same results up to rounding. It may be
         `reference` itself.
+      rows: the rule of `backends.by_rows`, with an entry for each array given by position, and one
+        for all arrays given by name. XLA divides the rows of the reference without a rule.
       **options: arguments of both that are no arrays.
 
     Returns:
       A function of the arrays, which takes them by position or by name, as both functions do.
     """
-    forward = functools.partial(kernel, **options)
     plain = functools.partial(reference, **options)
     if kernel is reference:
         return plain
 
+    def forward(*operands):
+        return kernel(*operands, **options)
+
+    def forward_named(*operands):
+        return kernel(*operands[:-1], **operands[-1], **options)
+
     @jax.custom_jvp
     def run(operands, named):
-        return forward(*operands, **named)
+        if not named:
+            return by_rows(forward, rows)(*operands)
+        return by_rows(forward_named, rows)(*operands, named)
 
     @run.defjvp
     def differentiate(primals, tangents):

@@ -1,13 +1,15 @@
 """`quantize_nvfp4`: quantize activations to NVFP4 on the device."""
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.backends.by_rows import by_rows, is_on_mesh
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
-from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
+from jax_nvfp4_moe.numerics.nvfp4 import check_blocks, global_scale_of
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.moe import check_activations
 from jax_nvfp4_moe.scheme import Problem, Target
@@ -72,4 +74,9 @@ def quantize_nvfp4(
     target = target or Target.current()
     problem = Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1])
     plan = resolve(problem, backend=backend)
-    return NVFP4Tensor(*plan.lower(x, scale, scale_layout), layout=_LAYOUTS[scale_layout])
+    run = functools.partial(plan.lower, scale_layout=scale_layout)
+    if scale is None and is_on_mesh(x):  # A kernel finds the largest value of its own rows only.
+        scale = global_scale_of(x)
+    if scale is not None and scale_layout == "linear":
+        run = by_rows(run, "m, - -> m, m, -")
+    return NVFP4Tensor(*run(x, scale), layout=_LAYOUTS[scale_layout])
