@@ -1,7 +1,7 @@
 """NVFP4MoE: a mixture-of-experts block whose routed experts are stored in NVFP4."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -146,6 +146,7 @@ class NVFP4MoE(nnx.Module):
         backend: str | Sequence[str] | None = None,
         dtype=jnp.bfloat16,
         mesh: Mesh | None = None,
+        axis_names: Mapping[str, str] | None = None,
         dispatch: str = "psum",
         capacity: int | None = None,
         rngs: nnx.Rngs | None = None,
@@ -191,9 +192,12 @@ class NVFP4MoE(nnx.Module):
             backend that can run the experts.
           dtype: dtype of the result, to which inputs are cast: bfloat16 (the default), float16 or
             float32.
-          mesh: `jax.sharding.Mesh` with axes `expert` and `tensor`, either of which may be missing.
-            The routed experts are distributed along `expert`, and each expert is divided along
-            `tensor`; see `parallel.experts`. The router is replicated. None runs on one device.
+          mesh: `jax.sharding.Mesh` with at least one of the axes `expert`, `tensor` and `data`. The
+            routed experts are distributed along `expert`, and each expert is divided along
+            `tensor`; see `parallel.experts`. Tokens are divided along `data`. The router is
+            replicated, and so is everything along further axes. None runs on one device.
+          axis_names: names of the axes of `mesh` that are called something else, such as
+            ``{"expert": "ep", "tensor": "tp", "data": "dp"}``. Defaults to None.
           dispatch: how tokens reach their experts over `mesh`; see `parallel.dispatch`. With "psum"
             (the default), every device runs its own experts on all tokens, and the results are
             summed. With "all_to_all", or "ragged" on GPUs, the tokens are divided along `expert`
@@ -221,7 +225,7 @@ class NVFP4MoE(nnx.Module):
             params = _fresh_experts(num_experts, width, intermediate, call.row, rngs)
         check_sizes(params, num_experts, width, intermediate)
         if mesh is not None:
-            target = target or find_expert_mesh(mesh).target
+            target = target or find_expert_mesh(mesh, axis_names).target
         self.target = target or Target.current()
         self.experts: RoutedExperts = make_experts(
             params,
@@ -231,6 +235,7 @@ class NVFP4MoE(nnx.Module):
             target=self.target,
             backend=backend,
             mesh=mesh,
+            axis_names=axis_names,
         )
         if router_weight is None:
             router_weight = random_matrix((num_experts, hidden), rngs).astype(self.dtype)

@@ -10,7 +10,10 @@ from jax_nvfp4_moe.backends.by_rows import by_rows
 
 
 def with_derivative_of(
-    reference: Callable[..., Any], kernel: Callable[..., Any], rows: str, **options: Any
+    reference: Callable[..., Any],
+    kernel: Callable[..., Any],
+    rows: str | None = None,
+    **options: Any,
 ):
     """Return a function that computes `kernel` and has the derivatives of `reference`.
 
@@ -21,7 +24,8 @@ def with_derivative_of(
       kernel: a function of the same arguments, with the same results up to rounding. It may be
         `reference` itself.
       rows: the rule of `backends.by_rows`, with an entry for each array given by position, and one
-        for all arrays given by name. XLA divides the rows of the reference without a rule.
+        for all arrays given by name. None (default) for a kernel in operations that XLA divides by
+        itself. XLA divides the rows of the reference without a rule.
       **options: arguments of both that are no arrays.
 
     Returns:
@@ -39,9 +43,9 @@ def with_derivative_of(
 
     @jax.custom_jvp
     def run(operands, named):
-        if not named:
-            return by_rows(forward, rows)(*operands)
-        return by_rows(forward_named, rows)(*operands, named)
+        given = (*operands, named) if named else operands
+        own = forward_named if named else forward
+        return (own if rows is None else by_rows(own, rows))(*given)
 
     @run.defjvp
     def differentiate(primals, tangents):

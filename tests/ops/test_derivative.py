@@ -34,7 +34,7 @@ def test_values_are_those_of_the_kernel_and_gradients_those_of_the_reference(add
         return product(x, y, scale=3.0, added=added)
 
     def run(x, y):
-        return with_derivative_of(product, kernel, "-, -, - -> -", scale=3.0)(x, y, added=added)
+        return with_derivative_of(product, kernel, scale=3.0)(x, y, added=added)
 
     np.testing.assert_array_equal(run(X, Y), kernel(X, Y, scale=3.0, added=added))
     assert (np.asarray(run(X, Y)) != np.asarray(plain(X, Y))).all()
@@ -47,6 +47,6 @@ def test_values_are_those_of_the_kernel_and_gradients_those_of_the_reference(add
 
 def test_the_reference_stays_as_it_is():
     """Without a kernel, XLA sees plain operations, which it differentiates and fuses."""
-    run = with_derivative_of(product, product, "-, -, - -> -", scale=3.0)
+    run = with_derivative_of(product, product, scale=3.0)
     jaxpr = jax.make_jaxpr(lambda x, y: run(x, y, added=None))(X, Y)
     assert "custom_jvp" not in str(jaxpr)
