@@ -20,6 +20,8 @@ It has an entry for each argument and for each result, which may be pytrees of s
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -151,13 +153,14 @@ def _partition(traced, again, rows: _Rows, results: _Rows):
     """Return a function with a rule for XLA's partitioner; the arguments are those of `_divide`."""
 
     def partition(mesh, operands, returned):
-        parts = _find_parts(rows, operands)
+        parts = _find_parts(rows, _read_specs(mesh, operands), mesh)
         run = functools.partial(_run_part, again, results, parts)
         shardings = _place(mesh, parts, results, returned), _place(mesh, parts, rows, operands)
         return mesh, run, list(shardings[0]), shardings[1]
 
     def infer(mesh, operands, returned):
-        return list(_place(mesh, _find_parts(rows, operands), results, returned))
+        parts = _find_parts(rows, _read_specs(mesh, operands), mesh)
+        return list(_place(mesh, parts, results, returned))
 
     def rule(mesh, operands, returned):
         del mesh
@@ -168,7 +171,12 @@ def _partition(traced, again, rows: _Rows, results: _Rows):
 
     # The partitioner finds positional arguments by the signature of the function.
     divided = custom_partitioning(lambda *leaves: list(traced(*leaves)))
-    divided.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
+    divided.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=rule,
+        decode_shardings=False,  # JAX fails for those that are not along whole axes of a mesh.
+    )
     return divided
 
 
@@ -176,7 +184,8 @@ def _shard(again, rows: _Rows, results: _Rows, mesh):
     """Return a function of arrays on Explicit axes; the arguments are those of `_divide`."""
 
     def run(*leaves):
-        parts = _find_parts(rows, [jax.typeof(leaf) for leaf in leaves])
+        specs = [(leaf.shape, jax.typeof(leaf).sharding.spec) for leaf in leaves]
+        parts = _find_parts(rows, specs, mesh)
         places = _place(mesh, parts, rows, leaves)
         own = functools.partial(_run_part, again, results, parts)
         # Types of custom calls do not say how results vary between devices: nothing to check.
@@ -210,22 +219,55 @@ def _add_up(y, names, parts):
     return lax.psum(y, axes) if _SUM in names and axes else y
 
 
-def _find_parts(rows: _Rows, operands) -> _Parts:
-    """Return how a mesh divides the rows, from the shardings of the operands.
+def _read_specs(mesh, operands):
+    """Return the shape of each operand of the partitioner, and its specification on a mesh."""
+    return [
+        (operand.shape, _read_spec(mesh, operand.sharding, len(operand.shape)))
+        for operand in operands
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_spec(mesh, sharding, ndim) -> PartitionSpec:
+    """Return the specification of a sharding along axes of a mesh.
+
+    It is that of a replicated array if there is none: if the sharding divides an axis of the mesh
+    between two dimensions, or if the program has Manual axes beside Auto ones.
+    """
+    names = [name for name, size in mesh.shape.items() if size > 1]
+    specs = (PartitionSpec(*axes) for axes in _list_specs(names, ndim))
+    fits = (one for one in specs if NamedSharding(mesh, one).is_equivalent_to(sharding, ndim))
+    return next(fits, PartitionSpec())
+
+
+def _list_specs(names, ndim):
+    """Yield all ways in which mesh axes with these names can divide an array."""
+    if not ndim:
+        yield ()
+        return
+    for count in range(len(names) + 1):
+        for own in itertools.permutations(names, count):
+            for others in _list_specs([name for name in names if name not in own], ndim - 1):
+                yield own, *others
+
+
+def _find_parts(rows: _Rows, specs, mesh) -> _Parts:
+    """Return how a mesh divides the rows.
 
     Rows that the mesh does not divide into equal parts are gathered. XLA would fill up the last
     part, and a sum over all rows would add what it is filled with.
+
+    Args:
+      rows: the rows of the operands.
+      specs: shape and specification of each operand.
+      mesh: the mesh of the specifications.
     """
     parts: dict[str, tuple[str, ...]] = {}
-    for names, operand in zip(rows, operands, strict=True):
-        # A program in which some mesh axes are Manual has no specification here.
-        spec = getattr(operand.sharding, "spec", ())
-        for name, size, axes in zip(names, operand.shape, spec, strict=False):
+    for names, (shape, spec) in zip(rows, specs, strict=True):
+        for name, size, axes in zip(names, shape, spec, strict=False):
             axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
             taken = [axis for own in parts.values() for axis in own]
-            count = 1
-            for axis in axes:
-                count *= operand.sharding.mesh.shape[axis]
+            count = math.prod(mesh.shape[axis] for axis in axes)
             if count > 1 and size % count == 0 and not set(axes) & set(taken):
                 parts.setdefault(name, axes)
     return parts
