@@ -63,7 +63,8 @@ def chain_calls(function: Callable) -> Callable:
     Args:
       function: function of arrays and pytrees of arrays that returns a pytree of arrays. It is
         traced whenever the new function is called, so call that inside of ``jax.jit``. Calls inside
-        of loops, conditions and ``shard_map`` stay as they are.
+        of loops, conditions and ``shard_map`` stay as they are. If arrays are sharded, XLA gathers
+        them before a chain: chain the calls of one device, inside of ``shard_map``.
 
     Returns:
       A function of the same positional arguments. You cannot differentiate through a chain.
