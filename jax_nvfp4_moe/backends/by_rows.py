@@ -78,7 +78,7 @@ def by_rows(run: Callable[..., Any], rule: str) -> Callable[..., Any]:
         # Types on Explicit axes have shardings that `run` may not take outside of `shard_map`.
         plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         closed, shapes = jax.make_jaxpr(again, return_shape=True)(*plain)
-        own = _expand(results, shapes if isinstance(shapes, tuple) else (shapes,))
+        own = _expand(results, shapes if isinstance(shapes, (tuple, list)) else (shapes,))
         traced = jaxpr_as_fun(closed)
         if closed.consts:  # The partitioner takes no function with constants, such as tables.
             traced, again = jax.jit(traced), jax.jit(again)
