@@ -235,6 +235,7 @@ class Decoder(nnx.Module):
             stream = _take_one(stream, positions, logits_at)
         logits = self._logits(self.close_stream(stream))
         logits = logits if logits_at is not None else spread(logits, positions)
+        logits = self._divide_rows(logits)
         return logits if cache is None else (logits, cache)
 
     def score(
@@ -301,7 +302,7 @@ class Decoder(nnx.Module):
             entries.append(entry)
         if cache is not None:
             grown = start + (t if lengths is None else lengths)
-            cache = Cache(tuple(entries), grown, cache.max_length)
+            cache = self._divide_rows(Cache(tuple(entries), grown, cache.max_length))
         return stream, positions, cache
 
     def embed(self, table, input_ids):
