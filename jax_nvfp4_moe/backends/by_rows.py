@@ -139,11 +139,11 @@ def _divide(traced, again, rows: _Rows, results: _Rows, mesh):
     @mapped.def_vmap
     def _map(size, batched, *leaves):
         del size  # That of one device may be smaller.
-        own = {"in_axes": tuple(0 if one else None for one in batched)}
+        over = functools.partial(jax.vmap, in_axes=tuple(0 if one else None for one in batched))
         name = (f"mapped{max(map(len, rows))}",)
         inner = [name + names if one else names for one, names in zip(batched, rows, strict=True)]
         outer = [name + names for names in results]
-        run = _divide(jax.vmap(traced, **own), jax.vmap(again, **own), inner, outer, mesh)
+        run = _divide(over(traced), over(again), inner, outer, mesh)
         return run(*leaves), [True] * len(outer)
 
     return mapped

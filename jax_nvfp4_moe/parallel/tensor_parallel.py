@@ -64,7 +64,10 @@ def _open(module, expert_mesh):
 
     def unflatten(leaves):
         return tree.unflatten(
-            [_tie(leaf, *layout, mesh_axis) for leaf, layout in zip(leaves, layouts, strict=True)]
+            [
+                _tie(leaf, layout, axis, mesh_axis)
+                for leaf, (layout, axis) in zip(leaves, layouts, strict=True)
+            ]
         )
 
     return leaves, unflatten
