@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from host_devices import collectives, make_mesh
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -43,8 +42,8 @@ STATE = normal(8, 2, 3, 16, 8, dtype=jnp.float32)
 moe_mlp = functools.partial(ops.moe_mlp, scheme="w4a16")
 
 
-def quantize(x, scale=None):
-    y = ops.quantize_nvfp4(x, global_scale=scale)
+def quantize(x):
+    y = ops.quantize_nvfp4(x)
     return y.packed, y.block_scale, y.global_scale
 
 
@@ -67,15 +66,9 @@ def prepare_latents(down, positions, cache):
 
 # Op -> the function, its rows, and what every device holds.
 FORWARD = {
-    "linear": (ops.linear, (X,), (WEIGHT,)),
     "linear-of-sequences": (ops.linear, (normal(16, 3, 64),), (WEIGHT,)),
     "moe_mlp": (lambda x, i, w, p: moe_mlp(x, p, i, w), (X, IDS, WEIGHTS), (PREPARED,)),
     "attention": (ops.attention, (Q, K, V, POSITIONS), ()),
-    "attention-one-row-of-positions": (
-        lambda q, k, v: ops.attention(q, k, v, POSITIONS[:1]),
-        (Q, K, V),
-        (),
-    ),
     "latent-attention": (
         lambda q, k, p: ops.attention(q, k, None, p, value_width=32),
         (Q, K[:, :1], POSITIONS),
@@ -92,7 +85,6 @@ FORWARD = {
         (normal(64, dtype=jnp.float32),),
     ),
     "quantize": (quantize, (X,), ()),
-    "quantize-by-a-scale": (quantize, (X,), (jnp.float32(0.01),)),
     "route": (functools.partial(ops.route, nvfp4.Router(2)), (normal(16, 8),), ()),
     "gated_delta_step": (
         step,
@@ -100,7 +92,6 @@ FORWARD = {
         (),
     ),
     "convolution": (convolve, (normal(8, 16, 12), jnp.zeros((8, 3, 8), jnp.bfloat16)), ()),
-    "activate": (ops.activate, (X,), ()),
     "gate_heads": (ops.gate_heads, (normal(16, 4, 64), normal(16, 4)), ()),
     "prepare_heads": (
         ops.prepare_heads,
@@ -152,7 +143,7 @@ def check(function, rows, others, kind=AxisType.Auto, sums=0, bound=0.0):
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_rows_stay_where_they_are(name):
-    check(*FORWARD[name], sums=name.startswith("quantize"))
+    check(*FORWARD[name], sums=name == "quantize")
 
 
 def gradient(function, *arguments):
@@ -187,9 +178,8 @@ def test_so_do_their_gradients(name, kind):
     check(function, rows, others, kind, sums, bound=1e-5)
 
 
-@pytest.mark.parametrize("name", ["linear-of-sequences", "moe_mlp", "prepare_heads", "quantize"])
-def test_rows_on_explicit_axes(name):
-    check(*FORWARD[name], AxisType.Explicit, sums=name.startswith("quantize"))
+def test_rows_on_explicit_axes():
+    check(*FORWARD["prepare_heads"], AxisType.Explicit)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -238,9 +228,3 @@ def test_one_device_runs_what_it_would_run_alone():
         return jax.jit(lambda x: function(x)).lower(X).as_text()
 
     assert strip(by_rows(call, "... _ -> ... _")) == strip(call)
-
-
-def test_modules_of_a_user():
-    moe = nvfp4.NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0))
-    linear = nvfp4.NVFP4Linear(64, 32, rngs=nnx.Rngs(0))
-    check(lambda x: linear(moe(x)), (normal(8, 3, 64),), ())
