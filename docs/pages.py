@@ -29,6 +29,7 @@ GUIDES = tuple(
         "load",
         "schemes",
         "flax_models",
+        "in_your_jax_project",
         "quantize",
         "evaluate",
         "fine_tune",

@@ -222,6 +222,7 @@ LONG_MODULES = (
     "test_gradient.py",
     "test_wide_numbers.py",
     "test_attention_cpu.py",
+    "test_data_parallel.py",
     "test_docstrings.py",
     "test_quantize_model.py",
     "test_generate.py",

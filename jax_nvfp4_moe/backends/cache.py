@@ -1,7 +1,6 @@
 """Write the keys and values of new tokens into the entries of a cache."""
 
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.moves import write_tokens
@@ -22,10 +21,5 @@ def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d
     """
     if entries is None:
         return {name: jnp.moveaxis(value, 1, 2) for name, value in new.items()}, None
-    written = {}
-    for name, value in new.items():
-        put = write_tokens(entries[name], positions, value)
-        # Without the constraint, XLA would store the keys of a single row transposed inside its
-        # loops, and copy them at each call.
-        written[name] = with_layout_constraint(put, Layout((0, 1, 2, 3)))
+    written = {name: write_tokens(entries[name], positions, value) for name, value in new.items()}
     return written, written

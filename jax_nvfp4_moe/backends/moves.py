@@ -7,12 +7,16 @@ Each step would convert the keys and values of all layers. Other platforms take 
 scatter.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int32, Shaped
 
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Target
@@ -35,7 +39,8 @@ def read_rows(
 
 @jax.custom_jvp
 def _read_rows_anywhere(table, ids):
-    return _run("read_rows", _read_rows, table, ids)
+    run = by_rows(_choose("read_rows", _read_rows), "-, ... -> ... _")
+    return run(table, ids)
 
 
 @_read_rows_anywhere.defjvp
@@ -87,13 +92,23 @@ def write_tokens(
         s or more are dropped.
       values: keys or values of the new tokens, in the dtype of `entries`.
     """
-    return _run("write_tokens", _write_tokens, entries, positions, values)
+    return by_rows(_write_in_order, "b, b, b -> b")(entries, positions, values)
 
 
 @write_tokens.defjvp
 def _write_tokens_jvp(primals, tangents):
     entries_dot, _, values_dot = tangents
     return write_tokens(*primals), _write_tokens(entries_dot, primals[1], values_dot)
+
+
+def _write_in_order(entries, positions, values):
+    """Write the tokens, and keep the order in which a cache is stored.
+
+    XLA would store the keys of a single row transposed inside its loops, and copy them at each
+    call. It gathers what it constrains, so the constraint is a part of what each device runs.
+    """
+    written = _choose("write_tokens", _write_tokens)(entries, positions, values)
+    return with_layout_constraint(written, Layout((0, 1, 2, 3)))
 
 
 def _write_tokens(entries, positions, values):
@@ -130,8 +145,8 @@ MOVES_CPU = Backend(
 )
 
 
-def _run(op, plain, *operands):
-    """Run the kernel of `op` where the program is lowered for a CPU, and `plain` elsewhere."""
+def _choose(op, plain):
+    """Return the kernel of `op` where the program is lowered for a CPU, and `plain` elsewhere."""
     if _ffi.why_unavailable(MOVES_CPU.can.extension) is not None:
-        return plain(*operands)
-    return lax.platform_dependent(*operands, cpu=MOVES_CPU.lower[op], default=plain)
+        return plain
+    return functools.partial(lax.platform_dependent, cpu=MOVES_CPU.lower[op], default=plain)

@@ -478,7 +478,8 @@ def _read(model, ids, cache):
 def _runs_alone_on_a_gpu(model) -> bool:
     """Return whether the kernels of `model` run on one GPU. Only there do chains save time."""
     target = getattr(getattr(model, "norm", None), "target", None) or Target.current()
-    return target.platform == "cuda" and getattr(model, "expert_mesh", None) is None
+    meshes = (getattr(model, name, None) for name in ("expert_mesh", "rows_mesh"))
+    return target.platform == "cuda" and all(mesh is None for mesh in meshes)
 
 
 def draw(sampling, logits, state):

@@ -139,7 +139,11 @@ class Decoder(nnx.Module):
         means that they are not divided. Static.
       stop_ids: the ids that end a text, which `generate` takes unless it is given others.
         `load_model` reads them from the checkpoint; otherwise there are none. Static.
+      rows_mesh: the mesh whose axis `data` divides the rows of a batch. None, the default, means
+        that they are not divided. Static.
     """
+
+    rows_mesh: ExpertMesh | None = None
 
     def __init__(
         self,
@@ -194,7 +198,11 @@ class Decoder(nnx.Module):
                 f"more for lengths that are rounded up; got {max_length}"
             )
         layers = tuple(layer.init_cache(batch, max_length) for layer in self.layers)
-        return Cache(layers, jnp.zeros(batch, jnp.int32), max_length)
+        return self._divide_rows(Cache(layers, jnp.zeros(batch, jnp.int32), max_length))
+
+    def _divide_rows(self, tree):
+        """Return arrays whose rows are divided along `data`, on a mesh that does so."""
+        return tree if self.rows_mesh is None else self.rows_mesh.shard_rows(tree)
 
     def __call__(
         self,
@@ -219,7 +227,8 @@ class Decoder(nnx.Module):
             positions.
           num_tokens: a Python integer, at least the number of true tokens of all rows together.
             Norms, linear layers and experts then compute so many tokens, without the rest of the
-            padding. None, the default, computes all tokens. Has no effect without `lengths`.
+            padding. None, the default, computes all tokens. Has no effect without `lengths`, or
+            if a mesh divides the rows.
 
         Values are checked if they are known: outside of ``jax.jit``, and for arrays that this
         process holds as a whole. A trace cannot raise an error for a value. Inside a trace, values
@@ -248,6 +257,7 @@ class Decoder(nnx.Module):
             stream = _take_one(stream, positions, logits_at)
         logits = self._logits(self.close_stream(stream))
         logits = logits if logits_at is not None else spread(logits, positions)
+        logits = self._divide_rows(logits)
         return logits if cache is None else (logits, cache)
 
     def score(
@@ -297,6 +307,7 @@ class Decoder(nnx.Module):
         _check_values(self.config, input_ids, cache, lengths, num_tokens)
         input_ids = jnp.asarray(input_ids, jnp.int32)  # int8 cannot index a large vocabulary
         lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+        input_ids, lengths = self._divide_rows((input_ids, lengths))
         b, t = input_ids.shape
         start = jnp.zeros(b, jnp.int32) if cache is None else cache.lengths
         steps = jnp.arange(t, dtype=jnp.int32)[None, :]
@@ -305,6 +316,8 @@ class Decoder(nnx.Module):
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
         packs = lengths is not None and num_tokens is not None and num_tokens < b * t
+        # Packed tokens of all rows have no rows that a mesh could divide.
+        packs = packs and (self.rows_mesh is None or self.rows_mesh.rows(b) is None)
         packed = pack(input_ids, positions, max(num_tokens, 1) if packs else None)
         stream = self.open_stream(table, packed)
         entries = []
@@ -315,7 +328,7 @@ class Decoder(nnx.Module):
             entries.append(entry)
         if cache is not None:
             grown = start + (t if lengths is None else lengths)
-            cache = Cache(tuple(entries), grown, cache.max_length)
+            cache = self._divide_rows(Cache(tuple(entries), grown, cache.max_length))
         return stream, positions, cache
 
     def embed(self, table, input_ids):
@@ -547,9 +560,12 @@ def build_around(
     layers = [build_layer(layer) for layer in range(config.num_layers)]
     norm = make.norm("norm", h, config.eps, centered=centered)
     head = build_head(vocabulary, rows, h, tied)
-    return decoder(
+    model = decoder(
         config, embedding, layers, norm, head, dtype=settings.dtype, expert_mesh=expert_mesh
     )
+    if settings.expert_mesh is not None and settings.expert_mesh.data > 1:
+        model.rows_mesh = settings.expert_mesh
+    return model
 
 
 def build_head(make: Builder, rows: int, hidden: int, tied: bool) -> Any:

@@ -144,6 +144,7 @@ def load_model(
     dtype=jnp.bfloat16,
     backend: str | Sequence[str] | None = None,
     mesh: Any = None,
+    axis_names: Mapping[str, str] | None = None,
     dispatch: str = "psum",
 ) -> Decoder:
     """Load a checkpoint as a `flax.nnx` model, ready to run on this device or on a mesh.
@@ -164,10 +165,14 @@ def load_model(
         "w4a4", and by default on devices with FP4 tensor cores.
       backend: the name of a backend for all NVFP4 modules, or a sequence of names that are tried in
         order. None, the default, takes the first one that fits the device; `explain` lists them.
-      mesh: a `jax.sharding.Mesh` with axes `expert` and `tensor`, either of which may be missing.
-        The model is divided over its devices; `input_ids` and logits are replicated. Explicit axes
-        are turned into Auto axes, so call the model outside of ``jax.set_mesh`` with Explicit axes.
-        None, the default, loads onto one device.
+      mesh: a `jax.sharding.Mesh` with at least one of the axes `expert`, `tensor` and `data`. The
+        weights are divided along `expert` and `tensor`. The rows of `input_ids`, of the cache and
+        of logits are divided along `data`, if it divides their number; otherwise they are
+        replicated. Everything is replicated along further axes. Explicit axes are turned into Auto
+        axes, so call the model outside of ``jax.set_mesh`` with Explicit axes. None, the default,
+        loads onto one device.
+      axis_names: names of the axes of `mesh` that are called something else, such as ``{"expert":
+        "ep", "tensor": "tp", "data": "dp"}``. None, the default, if they are called what they do.
       dispatch: how tokens reach their experts on a mesh. With "psum", the default, every device
         runs its own experts on all tokens, and their results are summed. With "all_to_all", or
         "ragged" on GPUs, tokens are divided along `expert` and travel to the devices of their
@@ -197,7 +202,7 @@ def load_model(
 
     Source: the files of ``models/`` name the reference of each architecture.
     """
-    settings = _settings(scheme, dtype, backend, mesh, dispatch)
+    settings = _settings(scheme, dtype, backend, mesh, dispatch, axis_names)
     with open_checkpoint(path) as checkpoint:
         plan = plan_model(checkpoint, settings)
         warn_of_generation_keys(checkpoint.folder)
@@ -217,6 +222,7 @@ def load_moe(
     dtype=jnp.bfloat16,
     backend: str | Sequence[str] | None = None,
     mesh: Any = None,
+    axis_names: Mapping[str, str] | None = None,
     dispatch: str = "psum",
 ) -> NVFP4MoE:
     """Load the expert block of one layer, and read no other tensor.
@@ -231,6 +237,7 @@ def load_moe(
       dtype: as for `load_model`. The default is bfloat16.
       backend: as for `load_model`. None, the default, takes the first one that fits the device.
       mesh: as for `load_model`. None, the default, loads onto one device.
+      axis_names: as for `load_model`. The default is None.
       dispatch: as for `load_model`. The default is "psum".
 
     Returns:
@@ -256,7 +263,7 @@ def load_moe(
 
     Source: the files of ``models/`` name the reference of each architecture.
     """
-    settings = _settings(scheme, dtype, backend, mesh, dispatch)
+    settings = _settings(scheme, dtype, backend, mesh, dispatch, axis_names)
     with open_checkpoint(path) as checkpoint:
         plan = plan_moe(checkpoint, layer, settings)
         with plan.open_reader() as reader:
@@ -441,9 +448,9 @@ def _say_where_scheme_is_idle(model, scheme):
         )
 
 
-def _settings(scheme, dtype, backend, mesh=None, dispatch="psum"):
+def _settings(scheme, dtype, backend, mesh=None, dispatch="psum", axis_names=None):
     """Return the settings of the modules after checking the arguments of `load_model`."""
-    expert_mesh = None if mesh is None else find_expert_mesh(mesh).automatic()
+    expert_mesh = None if mesh is None else find_expert_mesh(mesh, axis_names).automatic()
     target = Target.current() if expert_mesh is None else expert_mesh.target
     _check_dispatch(dispatch, expert_mesh, target)
     choose_scheme(Scheme.W4A4, scheme, target)  # raises for an unknown name before files are read
@@ -464,7 +471,7 @@ def _check_dispatch(dispatch, expert_mesh, target):
         raise ValueError(f"dispatch: expected one of {', '.join(DISPATCHES)}; got {dispatch!r}")
     if dispatch == "psum":
         return
-    if expert_mesh is None or EXPERT not in expert_mesh.axes:
+    if expert_mesh is None or not expert_mesh.has(EXPERT):
         axes = "no mesh" if expert_mesh is None else f"axes {dict(expert_mesh.mesh.shape)}"
         raise ValueError(
             f"dispatch: expected a mesh with an axis '{EXPERT}' for {dispatch!r}, which divides "

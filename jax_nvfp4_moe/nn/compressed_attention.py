@@ -152,11 +152,11 @@ class CompressedAttention(HeadParallel):
         y = rotate_last(y, positions, config.rope, back=True)
         return self._project(pack_like(y, positions, x)), kept
 
-    def _cache_specs(self):
+    def _cache_specs(self, rows):
         """All shards hold all cache entries, because all heads read the same keys."""
         assert self.expert_mesh is not None
         names = [name for pool in self._pools() for name in pool.entries]
-        return dict.fromkeys(["tokens", *names], self.expert_mesh.spec())
+        return dict.fromkeys(["tokens", *names], self.expert_mesh.spec(rows))
 
     def _pools(self):
         """Return the pools whose entries the cache holds."""

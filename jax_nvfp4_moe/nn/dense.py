@@ -80,11 +80,11 @@ class DenseLinear(nnx.Module):
       bias: `nnx.Param` ``[n]`` in the module's dtype, or None.
       dtype: static dtype of the result; inputs are cast to it.
       target: static `Target` that products are lowered for; None for any platform.
-      adds_bias_once: static bool, False by default. True if the columns of `weight` are divided
-        over shards whose results are summed. Then only the first shard adds the bias.
+      bias_axis: static str, None by default. The mesh axis over whose shards the columns of
+        `weight` are divided, and the results summed. Then only the first shard adds the bias.
     """
 
-    adds_bias_once: bool = False
+    bias_axis: str | None = None
 
     def __init__(
         self,
@@ -147,11 +147,11 @@ class FP8Linear(nnx.Module):
       checkpoint_scheme: static `FP8ActivationScaling`. The rounding that the checkpoint declares.
       activations: static `FP8ActivationScaling`. The rounding that runs.
       multiply_by_reciprocal: static bool; see `numerics.fp8.round_fp8`.
-      adds_bias_once: static bool, False by default. True if the columns of `weight` are divided
-        over shards whose results are summed. Then only the first shard adds the bias.
+      bias_axis: static str, None by default. The mesh axis over whose shards the columns of
+        `weight` are divided, and the results summed. Then only the first shard adds the bias.
     """
 
-    adds_bias_once: bool = False
+    bias_axis: str | None = None
 
     def __init__(
         self,
@@ -234,4 +234,4 @@ def _bias_of(linear: DenseLinear | FP8Linear):
     if linear.bias is None:
         return None
     bias = linear.bias.get_value()
-    return first_shard_only(bias) if linear.adds_bias_once else bias
+    return bias if linear.bias_axis is None else first_shard_only(bias, linear.bias_axis)

@@ -550,6 +550,7 @@ def make_experts(
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
     mesh: Mesh | None = None,
+    axis_names: Mapping[str, str] | None = None,
 ) -> RoutedExperts:
     """Make the module that fits `params` and `checkpoint_scheme`.
 
@@ -564,6 +565,7 @@ def make_experts(
       target: the device to run on. None takes the devices of `mesh`, or JAX's default device.
       backend: None, a name or a sequence of names, as for `NVFP4MoE`.
       mesh: `jax.sharding.Mesh` to shard the experts over, or None for one device.
+      axis_names: names of its axes that are called something else, as for `NVFP4MoE`.
 
     Returns:
       `NVFP4Experts`, `FP8Experts` or `UnquantizedExperts`.
@@ -573,7 +575,7 @@ def make_experts(
         modules.
       NoBackendError: no backend can run the experts.
     """
-    expert_mesh = None if mesh is None else find_expert_mesh(mesh)
+    expert_mesh = None if mesh is None else find_expert_mesh(mesh, axis_names)
     if expert_mesh is not None:
         _check_dispatch_axis(options.dispatch, expert_mesh)
         target = target or expert_mesh.target
@@ -634,7 +636,7 @@ def check_tokens(name: str, x: Any, width: int) -> None:
 
 def _check_dispatch_axis(dispatch, expert_mesh):
     """Check that the mesh has the axis along which `dispatch` sends tokens."""
-    if dispatch != "psum" and EXPERT not in expert_mesh.axes:
+    if dispatch != "psum" and not expert_mesh.has(EXPERT):
         raise ValueError(
             f"dispatch: {dispatch!r} sends tokens along the mesh axis '{EXPERT}', but the mesh has "
             f"axes {dict(expert_mesh.mesh.shape)}. Add the axis, or use dispatch='psum'"

@@ -243,7 +243,7 @@ class Attention(HeadParallel):
         if self.expert_mesh is None:
             return None, None
         means = jnp.concatenate([mean_square(q), mean_square(k)], axis=-1)
-        return jnp.split(lax.pmean(means, TENSOR), 2, axis=-1)
+        return jnp.split(lax.pmean(means, self.expert_mesh.name(TENSOR)), 2, axis=-1)
 
 
 def build_attention(config, layer: int, make: Builder):

@@ -100,9 +100,12 @@ class Recent(NamedTuple):
         real = positions < PADDING
         places = jnp.where(real, positions - base[:, None], positions)
         room = jnp.pad(old, [(0, 0), (0, new.shape[1]), (0, 0)])
-        row = jnp.arange(len(old))[:, None]
-        tokens = room.at[row, places].set(new, mode="drop", unique_indices=True)
-        return cls(tokens, places, base)
+
+        def write(room, places, new):
+            return room.at[places].set(new, mode="drop", unique_indices=True)
+
+        # XLA divides the rows of a mapped axis among devices, but not those of an index.
+        return cls(jax.vmap(write)(room, places, new), places, base)
 
     def keep(self, base: Int32[Array, " b"], count: int) -> Float[Array, "b m d"]:
         """Return `count` tokens from position `base` on. Those not read yet have no meaning."""

@@ -49,8 +49,8 @@ class NVFP4Linear(nnx.Module):
       plan: static `scheme.Plan`. The scheme, the backend and the weight layout, chosen once when
         the module is made. Every call follows it.
       dtype: static dtype of the result; inputs are cast to it.
-      adds_bias_once: static bool, False by default. True if the columns of `weight` are divided
-        over shards whose results are summed. Then only the first shard adds the bias.
+      bias_axis: static str, None by default. The mesh axis over whose shards the columns of
+        `weight` are divided, and the results summed. Then only the first shard adds the bias.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,7 +64,7 @@ class NVFP4Linear(nnx.Module):
     Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025.
     """
 
-    adds_bias_once: bool = False
+    bias_axis: str | None = None
 
     def __init__(
         self,
@@ -232,7 +232,9 @@ class NVFP4Linear(nnx.Module):
     def _own_bias(self):
         """Return the bias that this shard adds."""
         bias = read_value(self.bias)
-        return first_shard_only(bias) if bias is not None and self.adds_bias_once else bias
+        if bias is None or self.bias_axis is None:
+            return bias
+        return first_shard_only(bias, self.bias_axis)
 
     @property
     def scheme(self) -> Scheme | None:

@@ -7,6 +7,7 @@ from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.scaled_linear import ScaledLinear
 from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, mark
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
@@ -54,7 +55,9 @@ def make_linear(
     if spec is not None:
         made.weight = mark(made.weight, layout)
         made.bias = mark(made.bias, None if by_columns else layout)
-        made.adds_bias_once = by_columns
+        if by_columns:
+            assert settings.expert_mesh is not None
+            made.bias_axis = settings.expert_mesh.name(TENSOR)
     if found.channel_scale is None:
         return made
     scaled = ScaledLinear(made, found.channel_scale)

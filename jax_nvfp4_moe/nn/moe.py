@@ -1,7 +1,7 @@
 """NVFP4MoE: a mixture-of-experts block whose routed experts are stored in NVFP4."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +134,7 @@ class NVFP4MoE(nnx.Module):
         dtype=jnp.bfloat16,
         param_dtype=jnp.float32,
         mesh: Mesh | None = None,
+        axis_names: Mapping[str, str] | None = None,
         dispatch: str = "psum",
         capacity: int | None = None,
         rngs: nnx.Rngs | None = None,
@@ -181,9 +182,12 @@ class NVFP4MoE(nnx.Module):
           dtype: dtype of the result, to which inputs are cast: bfloat16 (the default), float16 or
             float32.
           param_dtype: dtype of a random router weight. Defaults to float32.
-          mesh: `jax.sharding.Mesh` with axes `expert` and `tensor`, either of which may be missing.
-            The routed experts are distributed along `expert`, and each expert is divided along
-            `tensor`; see `parallel.experts`. The router is replicated. None runs on one device.
+          mesh: `jax.sharding.Mesh` with at least one of the axes `expert`, `tensor` and `data`. The
+            routed experts are distributed along `expert`, and each expert is divided along
+            `tensor`; see `parallel.experts`. Tokens are divided along `data`. The router is
+            replicated, and so is everything along further axes. None runs on one device.
+          axis_names: names of the axes of `mesh` that are called something else, such as
+            ``{"expert": "ep", "tensor": "tp", "data": "dp"}``. Defaults to None.
           dispatch: how tokens reach their experts over `mesh`; see `parallel.dispatch`. With "psum"
             (the default), every device runs its own experts on all tokens, and the results are
             summed. With "all_to_all", or "ragged" on GPUs, the tokens are divided along `expert`
@@ -229,7 +233,7 @@ class NVFP4MoE(nnx.Module):
         check_kind("params", params, MoEParams, DenseExperts)
         check_sizes(params, num_experts, width, intermediate)
         if mesh is not None:
-            target = target or find_expert_mesh(mesh).target
+            target = target or find_expert_mesh(mesh, axis_names).target
         self.target = target or Target.current()
         self.experts: RoutedExperts = make_experts(
             params,
@@ -239,6 +243,7 @@ class NVFP4MoE(nnx.Module):
             target=self.target,
             backend=backend,
             mesh=mesh,
+            axis_names=axis_names,
         )
         if makes_router:
             how = {"target": self.target, "dtype": self.dtype, "param_dtype": param_dtype}

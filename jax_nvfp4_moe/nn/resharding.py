@@ -5,6 +5,7 @@ layouts, and on which shards, the variable was saved. `convert` then converts th
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, LAYOUTS
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
-from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_order import is_tensor, to_one_device, to_shards
 from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, find_layout
 
@@ -57,18 +57,23 @@ def tree_shards(entries: Sequence[Entry]) -> int:
     kinds = (MoEParams, DenseExperts)
     values = [entry.value for entry in entries if entry.name == TREE]
     found = jax.tree.leaves(values, is_leaf=lambda value: isinstance(value, kinds))
-    shardings = (
-        getattr(leaf, "sharding", None)
+    matrices = (
+        leaf
         for experts in found
         if isinstance(experts, kinds)
-        for leaf in jax.tree.leaves(experts)
+        for leaf in jax.tree.leaves(experts.down)
+        if len(leaf.shape) == 3
     )
-    counts = (
-        sharding.mesh.shape[TENSOR]
-        for sharding in shardings
-        if isinstance(sharding, NamedSharding) and TENSOR in jax.tree.leaves(tuple(sharding.spec))
-    )
-    return max(counts, default=1)
+    return max(map(_count_columns, matrices), default=1)
+
+
+def _count_columns(matrices):
+    """Return the number of shards among which the columns of ``[e, n, k]`` are divided."""
+    sharding = getattr(matrices, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) < 3:
+        return 1
+    axes = jax.tree.leaves(tuple(sharding.spec)[2:])
+    return math.prod(sharding.mesh.shape[axis] for axis in axes)
 
 
 def find_stored(entry: Entry, record: Mapping[str, Any]) -> Entry:

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import QUERIES, batched, group, map_queries, ungroup
+from jax_nvfp4_moe.backends.by_rows import by_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,12 @@ def block_attention(
 
 def _seen_keys(index_q, index_k, positions, choice) -> Bool[Array, "b m t s"]:
     """Return whether a key head lets a query see a key."""
+    run = by_rows(functools.partial(_find_seen_keys, choice=choice), "b, b, b -> b")
+    return run(*lax.stop_gradient((index_q, index_k)), positions)
+
+
+def _find_seen_keys(index_q, index_k, positions, *, choice):
+    """Compute `_seen_keys`."""
     s = index_k.shape[2]
     keys = jnp.arange(s, dtype=jnp.int32)
     visible = (keys[None, None, :] <= positions[:, :, None])[:, None]

@@ -129,8 +129,11 @@ def attention(
     operands = q, *entries, jnp.broadcast_to(narrow_positions(positions), q.shape[:2]), sinks
     if k_scale is not None:
         operands += (k_scale, v_scale)
+    scales = "" if k_scale is None else ", -, -"
     # The loop over the blocks that a query sees has no reverse mode either.
-    return with_derivative_of(reference, plan.lower, **options)(*operands)
+    # Devices may also divide the queries of a row, each with all keys of the row.
+    rows = f"b t, {'b, ' * len(entries)}b t, -{scales} -> b t"
+    return with_derivative_of(reference, plan.lower, rows, **options)(*operands)
 
 
 def _check(q, k, v, positions, sinks, window, chunk, value_width, k_scale, v_scale):

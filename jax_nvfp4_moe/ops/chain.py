@@ -30,7 +30,15 @@ _CHAIN_OF = {
     for target in record.ffi_targets
 }
 # Equations that contain a function of the same operands.
-_FUNCTIONS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+_FUNCTIONS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vmap_call",
+    "custom_partitioning",
+)
 
 
 def chain_calls(function: Callable) -> Callable:
@@ -55,7 +63,8 @@ def chain_calls(function: Callable) -> Callable:
     Args:
       function: function of arrays and pytrees of arrays that returns a pytree of arrays. It is
         traced whenever the new function is called, so call that inside of ``jax.jit``. Calls inside
-        of loops, conditions and ``shard_map`` stay as they are.
+        of loops, conditions and ``shard_map`` stay as they are. If arrays are sharded, XLA gathers
+        them before a chain: chain the calls of one device, inside of ``shard_map``.
 
     Returns:
       A function of the same positional arguments. You cannot differentiate through a chain.
@@ -159,7 +168,8 @@ def _inner(eqn) -> ClosedJaxpr | None:
     """Return the function that an equation calls once, if there are calls of ours in it."""
     if eqn.primitive.name not in _FUNCTIONS:
         return None
-    closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    names = "jaxpr", "call_jaxpr", "call"
+    closed = next((eqn.params[name] for name in names if name in eqn.params), None)
     return closed if isinstance(closed, ClosedJaxpr) and _has_calls(closed) else None
 
 

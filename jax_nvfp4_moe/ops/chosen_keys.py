@@ -6,11 +6,14 @@ functions compute a few queries at a time.
 Source: the lightning indexer of DeepSeek-V3.2, arXiv:2512.02556.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.ops.dense import precision_for
 
 # Number of elements that the arrays of the queries computed at once may have: 256 MiB in float32.
@@ -42,6 +45,12 @@ def choose_keys(
       int32 ``[b, t, count]``, in the order of the scores. A query at position p below ``count - 1``
       gets all of its keys first, and then keys after its position, which it must not see.
     """
+    run = by_rows(functools.partial(_choose, count=count), "b t, b t, b, b t -> b t")
+    return run(*lax.stop_gradient((q, weights, k)), positions)
+
+
+def _choose(q, weights, k, positions, *, count):
+    """Compute `choose_keys`."""
     b, s = k.shape[:2]
 
     def choose(q, weights, positions):

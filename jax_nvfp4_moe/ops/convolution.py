@@ -105,6 +105,7 @@ def causal_convolution(
     run = with_derivative_of(
         reference.causal_convolution,
         resolve(problem, backend=backend).lower,
+        "b, b, b, - -> b, b",
         widths=widths,
         first=first,
         heads=heads,

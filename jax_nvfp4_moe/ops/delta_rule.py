@@ -100,5 +100,6 @@ def gated_delta_rule(
     )
     plan = resolve(problem, backend=backend)
     arrays = (array.astype(jnp.float32) for array in (q, k, v, g, beta, state))
-    run = with_derivative_of(apply_gated_delta, plan.lower, normalize=normalize, dtype=name)
+    rows = "b, b, b, b, b, b, b -> b, b"
+    run = with_derivative_of(apply_gated_delta, plan.lower, rows, normalize=normalize, dtype=name)
     return run(*arrays, lengths=lengths)

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.backends.cpu import DENSE_CPU
 from jax_nvfp4_moe.backends.cuda import (
     DENSE_CUDA,
@@ -102,7 +103,11 @@ def _find_form(x, weight, rows, target):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _multiply_as(multiply, dtype, x, weight, bias):
     """Compute ``x @ weight.T + bias`` as `multiply` does."""
-    return multiply(x, weight, bias, dtype)
+    run = functools.partial(multiply, dtype=dtype)
+    # XLA divides the rows of its own dot, and the weight too.
+    if multiply in _OF_XLA:
+        return run(x, weight, bias)
+    return by_rows(run, "... _, -, - -> ... _")(x, weight, bias)
 
 
 @_multiply_as.defjvp
@@ -184,6 +189,9 @@ def _multiply_in_parts(x, weight, bias, dtype):
     sums = _multiply(x, parts)
     first, second, third = jnp.split(sums, 3, axis=-1)
     return _add_bias(first + (second + third), bias, dtype)
+
+
+_OF_XLA = frozenset({_multiply, _multiply_on_cpu, _reduce, _multiply_in_parts})
 
 
 def dense_fp8(
@@ -279,7 +287,9 @@ def _multiply_fp8(dtype, x, values, scale, own, bias):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _multiply_fp8_few(multiply, dtype, x, values, scale, own, bias):
     """Compute what `_multiply_fp8` computes for few rows, as `multiply` does."""
-    return multiply(x, values, scale, own, bias, dtype)
+    run = functools.partial(multiply, dtype=dtype)
+    scales = "... _" if own is not None and own.shape[:-1] == x.shape[:-1] else "-"
+    return by_rows(run, f"... _, -, -, {scales}, - -> ... _")(x, values, scale, own, bias)
 
 
 @_multiply_fp8_few.defjvp

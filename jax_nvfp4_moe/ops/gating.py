@@ -60,7 +60,7 @@ def activate(
     if gate_up.ndim < 1 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: expected [..., 2i], got {gate_up.shape}")
     run = _resolve("activate", gate_up, 1, target, backend)
-    return with_derivative_of(reference.activate_rows, run, call=call)(gate_up)
+    return with_derivative_of(reference.activate_rows, run, "... _ -> ... _", call=call)(gate_up)
 
 
 @check_arguments
@@ -103,7 +103,8 @@ def add_gated(
     if gate is not None:
         _check_like("x", x, "gate", gate, (*x.shape[:-1], 1))
     run = _resolve("add_gated", x, 1, target, backend)
-    return with_derivative_of(reference.add_gated, run)(x, gate, z)
+    rows = "... _, ... _, ... _ -> ... _"
+    return with_derivative_of(reference.add_gated, run, rows)(x, gate, z)
 
 
 @check_arguments
@@ -156,7 +157,9 @@ def add_linear_gated(
         # The same bits as a linear layer and `add_gated`, with a kernel where `dense` has one.
         gate = dense(gate_input, gate_weight[None], target=target, dtype=x.dtype)
         return reference.add_gated(x, gate, z)
-    return with_derivative_of(reference.add_linear_gated, run)(x, gate_input, gate_weight, z)
+    rows = "... _, ... _, -, ... _ -> ... _"
+    operands = x, gate_input, gate_weight, z
+    return with_derivative_of(reference.add_linear_gated, run, rows)(*operands)
 
 
 @check_arguments
@@ -207,7 +210,8 @@ def gate_heads(
             f"because x is {x.dtype.name} {x.shape}; got {gates.dtype.name} {gates.shape}"
         )
     run = _resolve("gate_heads", x, 2, target, backend)
-    return with_derivative_of(heads.gate_heads, run)(x, gates)
+    rows = "... _ _, ... _ -> ... _ _"
+    return with_derivative_of(heads.gate_heads, run, rows)(x, gates)
 
 
 def _check_dtype(name, x):

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.backends.reference import (
     CHUNK_ROWS,
     by_chunks,
@@ -98,13 +99,16 @@ def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
         float32.
       layer: the same computation, expert by expert.
     """
-    run = jax.custom_vjp(_varying(forward))
+    run = jax.custom_vjp(_varying(by_rows(forward, "t, -, t, t -> t")))
+    bars = by_rows(
+        lambda *given: _expert_bars(layer, given[:-1], given[-1]), "t, -, t, t, t -> t, t, +"
+    )
 
     def ahead(*operands):
         return run(*operands), operands
 
     def back(operands, y_bar):
-        x_bar, weights_bar, biases_bar = _expert_bars(layer, operands, y_bar)
+        x_bar, weights_bar, biases_bar = bars(*operands, y_bar)
         return x_bar.astype(y_bar.dtype), _only(operands[1], biases_bar), None, weights_bar
 
     run.defvjp(ahead, back)
@@ -195,20 +199,31 @@ def with_product_gradient(forward: Callable) -> Callable:
     Args:
       forward: ``(x [m, k], weight, group_sizes [e], input_scale, bias)`` to ``[m, n]`` in the dtype
         of x. `weight` is an `NVFP4Tensor` ``[e, n, k]``; `bias` is float32 ``[e, n]`` or None.
-        `group_sizes` is None if one group has all rows.
+        `group_sizes` is None if one group has all rows. x may then be ``[..., k]``.
     """
     run = jax.custom_vjp(_varying(forward))
+    linear_bars = by_rows(_linear_bars, "-, -, ... _ -> ... _, +")
 
     def ahead(x, weight, group_sizes, input_scale, bias):
         return run(x, weight, group_sizes, input_scale, bias), (bias, weight, group_sizes)
 
     def back(kept, y_bar):
         bias, weight, group_sizes = kept
-        x_bar, bias_bar = _product_bars(bias, weight, group_sizes, y_bar)
+        if group_sizes is None:
+            x_bar, bias_bar = linear_bars(bias, weight, y_bar)
+        else:
+            x_bar, bias_bar = _product_bars(bias, weight, group_sizes, y_bar)
         return x_bar.astype(y_bar.dtype), None, None, None, bias_bar
 
     run.defvjp(ahead, back)
     return on_auto_axes(lambda *operands: run(*vary_together(operands)))
+
+
+def _linear_bars(bias, weight, y_bar):
+    """Return the float32 cotangents of rows ``[..., k]`` of one group, and of its bias."""
+    flat = y_bar.reshape(-1, y_bar.shape[-1])
+    x_bar, bias_bar = _product_bars(bias, weight, None, flat)
+    return x_bar.reshape(*y_bar.shape[:-1], weight.shape[-1]), bias_bar
 
 
 @functools.partial(jax.jit, inline=True)

@@ -46,7 +46,8 @@ def absorb_queries(
     p, k = keys.shape[1:]
     run = _find_kernel("absorb_queries", q, keys, (p, k, q.shape[3] - p), target)
     options = {"rope": rope, "interleaved": interleaved}
-    return with_derivative_of(_absorb, run or _absorb, **options)(q, keys, positions)
+    rows = "b t, -, b t -> b t"
+    return with_derivative_of(_absorb, run or _absorb, rows, **options)(q, keys, positions)
 
 
 def expand_values(
@@ -63,7 +64,7 @@ def expand_values(
       ``[b, t, n, d]``. Gradients flow in plain XLA.
     """
     run = _find_kernel("expand_values", x, values, (values.shape[1], values.shape[2], 0), target)
-    return with_derivative_of(_expand, run or _expand)(x, values)
+    return with_derivative_of(_expand, run or _expand, "b t, - -> b t")(x, values)
 
 
 def _find_kernel(op: str, x: Any, matrices: Any, widths, target):

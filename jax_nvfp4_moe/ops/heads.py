@@ -101,9 +101,11 @@ def prepare_heads(
     plan = resolve(problem, backend=backend)
     weights = None if q_weight is None else (q_weight, k_weight)
     operands = qkv, narrow_positions(positions), keys, values, weights
+    rows = "b, b, b, b, - -> b, b, b"
     if scaled:
         operands += (k_scale, v_scale)
-    run = with_derivative_of(reference.prepare_heads, plan.lower, options=options)
+        rows = "b, b, b, b, -, -, - -> b, b, b"
+    run = with_derivative_of(reference.prepare_heads, plan.lower, rows, options=options)
     return run(*operands)
 
 

@@ -83,7 +83,9 @@ def prepare_latents(
     )
     plan = resolve(problem, backend=backend)
     operands = down, narrow_positions(positions), cache, q_weight, kv_weight
-    return with_derivative_of(reference.prepare_latents, plan.lower, options=options)(*operands)
+    rows = "b, b, b, -, - -> b, b"
+    run = with_derivative_of(reference.prepare_latents, plan.lower, rows, options=options)
+    return run(*operands)
 
 
 def _check(down, positions, cache, kv_weight, q_weight, rope):

@@ -95,5 +95,6 @@ def mamba2_scan(
     problem = Problem("mamba2_scan", None, target or Target.current(), name, head_widths=(p, n))
     plan = resolve(problem, backend=backend)
     arrays = (array.astype(jnp.float32) for array in (x, dt, a, B, C, D, state))
-    run = with_derivative_of(apply_mamba2, plan.lower, dtype=name)
+    rows = "b, b, -, b, b, -, b, b -> b, b"
+    run = with_derivative_of(apply_mamba2, plan.lower, rows, dtype=name)
     return run(*arrays, lengths=lengths)

@@ -60,7 +60,8 @@ def add_rms_norm(
     target = target or Target.current()
     problem = Problem("add_rms_norm", None, target, x.dtype.name, hidden=x.shape[-1])
     plan = resolve(problem, backend=backend)
-    run = with_derivative_of(reference.add_rms_norm, plan.lower, eps=eps)
+    rows = "... _, ... _, - -> ... _, ... _"
+    run = with_derivative_of(reference.add_rms_norm, plan.lower, rows, eps=eps)
     return run(x, added, jnp.asarray(weight))
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.backends.conversion import report_conversion
 from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
@@ -20,7 +21,9 @@ from jax_nvfp4_moe.scheme import Plan, Scheme, Target
 def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
     """Multiply sorted rows by the weights of their groups, by `plan` or as `requested` says.
 
-    `group_sizes` is None if there is one group, which has all rows. Kernels then need no tables.
+    `group_sizes` is None if there is one group, which has all rows. Kernels then need no tables,
+    and x is ``[..., k]``. Sorted rows cannot be divided among devices: which rows belong to which
+    group is known only on the device.
     """
     check_activations("x", x)
     check_blocks("weight", weight.shape)
@@ -40,10 +43,19 @@ def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
             shapes = "one number" if op == "linear" else f"one number or shape {(e,)}"
             raise ValueError(f"input_scale: expected {shapes}, got shape {input_scale.shape}")
         input_scale = jnp.broadcast_to(input_scale, (e,))
-    run = with_product_gradient(functools.partial(plan.lower, scheme=plan.scheme))
+    run = functools.partial(plan.lower, scheme=plan.scheme)
+    if group_sizes is None:
+        run = by_rows(functools.partial(_flatten, run), "... _, -, -, -, - -> ... _")
+    run = with_product_gradient(run)
     bias = None if bias is None else bias.astype(jnp.float32)
     sizes = None if group_sizes is None else group_sizes.astype(jnp.int32)
     return run(x, weight.to_layout(plan.layout), sizes, input_scale, bias)
+
+
+def _flatten(run, x, *operands):
+    """Run a product on rows ``[..., k]``."""
+    y = run(x.reshape(-1, x.shape[-1]), *operands)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 @check_arguments
@@ -180,8 +192,6 @@ def linear(
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias: expected shape {(n,)}, got {bias.shape}")
     one = jax.tree.map(lambda leaf: leaf[None], weight)
-    rows = x.reshape(-1, k)
     bias = None if bias is None else bias[None]
     requested = {"scheme": scheme, "target": target, "backend": backend}
-    y = _product("linear", rows, one, None, input_scale, bias, plan, requested)
-    return y.reshape(*x.shape[:-1], n)
+    return _product("linear", x, one, None, input_scale, bias, plan, requested)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.backends.by_rows import by_rows, is_on_mesh
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
-from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
+from jax_nvfp4_moe.numerics.nvfp4 import check_blocks, global_scale_of
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.moe import check_activations
 from jax_nvfp4_moe.scheme import Problem, Target
@@ -78,5 +79,9 @@ def quantize_nvfp4(
     problem = Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1])
     plan = resolve(problem, backend=backend)
     run = functools.partial(plan.lower, scale_layout=scale_layout)
+    if scale is None and is_on_mesh(x):  # A kernel finds the largest value of its own rows only.
+        scale = global_scale_of(x)
+    if scale is not None and scale_layout == "linear":
+        run = by_rows(run, "m, - -> m, m, -")
     arrays = not_differentiable("quantize_nvfp4", run)(x, scale)
     return NVFP4Tensor(*arrays, layout=_LAYOUTS[scale_layout])

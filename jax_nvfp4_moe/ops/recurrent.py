@@ -363,7 +363,8 @@ def _run(op, reference, tokens, weights, options, how):
     weights = jax.tree.map(lambda value: value.astype(jnp.float32), weights)
     problem = Problem(op, None, target, tokens[2].dtype.name, head_widths=widths)
     plan = resolve(problem, backend=backend)
-    return with_derivative_of(reference, plan.lower, **options)(*tokens, **weights)
+    rows = "b, " * len(tokens) + "- -> b, b, b"
+    return with_derivative_of(reference, plan.lower, rows, **options)(*tokens, **weights)
 
 
 def _check_floats(arrays):

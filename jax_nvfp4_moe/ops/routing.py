@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
@@ -90,12 +91,16 @@ def _route(lower, router, logits, bias):
 
 def _choose(lower, router, logits, bias):
     """Return ids and weights as the lowered op computes them."""
+
+    def run(router):
+        return by_rows(functools.partial(lower, router), "t, - -> t, t")(logits, bias)
+
     if router.epsilon == TINY or not router.renormalize or router.select == "logits":
-        return lower(router, logits, bias)
+        return run(router)
     # The kernels know one epsilon. For another they choose the experts, and the weights are
     # divided here.
     plain = dataclasses.replace(router, renormalize=False, scaling=1.0, epsilon=TINY)
-    ids, weights = lower(plain, logits, bias)
+    ids, weights = run(plain)
     return ids, normalize_weights(router, weights) * router.scaling
 
 

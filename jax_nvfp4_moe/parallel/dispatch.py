@@ -39,7 +39,7 @@ from jax_nvfp4_moe.numerics.nvfp4 import (
     quantize,
 )
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
-from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
+from jax_nvfp4_moe.parallel.expert_mesh import DATA, EXPERT, TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.expert_specs import expert_specs
 from jax_nvfp4_moe.parallel.experts import own_part, run_sharded
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme, Target
@@ -103,17 +103,18 @@ def run_dispatched(
       ``[t, h]``, on the devices of `x`.
     """
     psum = functools.partial(run_sharded, run, expert_mesh=expert_mesh)
-    if dispatch == "psum" or EXPERT not in expert_mesh.axes or not x.shape[0]:
+    if dispatch == "psum" or not expert_mesh.has(EXPERT) or not x.shape[0]:
         return psum(x, params, expert_ids, expert_weights)
     ids = jnp.where((expert_ids >= 0) & (expert_ids < params.num_experts), expert_ids, -1)
     (t, hidden), shards = x.shape, expert_mesh.expert
+    each = -(-t // expert_mesh.data)  # tokens that travel among the shards of one part of `data`
     wire = choose_wire_format(
         None if weight_on_input else scheme,
         hidden=hidden,
         top_k=ids.shape[1],
         dtype=x.dtype,
         shards=shards,
-        rounds=(capacity or t) < -(-t // shards),
+        rounds=(capacity or each) < -(-each // shards),
     )
     near = expert_mesh.in_one_process(EXPERT)
     plan = functools.partial(_PLANS[dispatch], capacity=capacity, near=near)
@@ -134,13 +135,14 @@ def _send_rows(run, wire, plan, expert_mesh, x, params, ids, weights):
             y = run(x, own, ids, weights)
             if expert_mesh.tensor == 1:
                 return y
-            return lax.psum(y.astype(jnp.float32), TENSOR).astype(y.dtype)
+            return lax.psum(y.astype(jnp.float32), expert_mesh.name(TENSOR)).astype(y.dtype)
 
         (r, k), shards = ids.shape, expert_mesh.expert
         if wire.by_slot:
             x, ids = jnp.repeat(x, k, axis=0), ids.reshape(-1, 1)
             weights = weights.reshape(-1, 1)
-        rows = Rows(x, ids, weights, local_experts, wire, params.gate_up_input_scale)
+        axis, scale = expert_mesh.name(EXPERT), params.gate_up_input_scale
+        rows = Rows(x, ids, weights, local_experts, wire, scale, axis)
         y = plan(rows, run_own, shards)
         # A reduction may add in an order that depends on its fusion, so slots are added one by one.
         slots = jnp.unstack(y.reshape(r, -1, x.shape[1]), axis=1)
@@ -180,7 +182,7 @@ def check_platform(dispatch: str, target: Target) -> None:
 def share_rows(
     run: Callable, expert_mesh: ExpertMesh, rows: Any, *args: Any, specs: Any = None
 ) -> Any:
-    """Return ``run(rows, *args)`` with the rows and the result sharded along `expert`.
+    """Return ``run(rows, *args)`` with rows and result sharded along `data` and `expert`.
 
     Args:
       run: the function of each shard; it returns one row for each given row.
@@ -192,19 +194,19 @@ def share_rows(
     """
     leaves = jax.tree.leaves(rows)
     t = leaves[0].shape[0]
-    missing = -t % expert_mesh.expert
+    missing, roles = -t % (expert_mesh.data * expert_mesh.expert), (DATA, EXPERT)
 
     def pad(leaf):
         # Rows of zeros also visit experts; `crop` removes their results.
         leaf = jnp.pad(leaf, [(0, missing), *[(0, 0)] * (leaf.ndim - 1)]) if missing else leaf
-        return expert_mesh.reshard(leaf, EXPERT)
+        return expert_mesh.reshard(leaf, roles)
 
     def crop(leaf):
         # A sharding needs equal parts, so a result that is cropped is replicated first.
         leaf = expert_mesh.reshard(leaf)[:t] if missing else leaf
         return expert_mesh.reshard(leaf, jax.typeof(leaves[0]).sharding.spec[0])
 
-    split = expert_mesh.spec(EXPERT)
+    split = expert_mesh.spec(roles)
     given = split, *(specs or (expert_mesh.spec(),) * len(args))
     y = expert_mesh.shard_map(run, given, split)(jax.tree.map(pad, rows), *args)
     return jax.tree.map(crop, y)
@@ -272,6 +274,7 @@ class Rows:
       local_experts: number of experts of one shard.
       wire: the format in which rows travel.
       scales: float32 ``[e]``, the calibrated input scales of the experts, or None.
+      axis: name of the mesh axis among whose shards the experts are divided.
     """
 
     x: Any
@@ -280,6 +283,7 @@ class Rows:
     local_experts: int
     wire: WireFormat
     scales: Any
+    axis: str
 
     def visits(self, shards: int) -> Bool[Array, "r s"]:
         """Return which of the `shards` each row visits."""
@@ -323,7 +327,7 @@ class Rows:
         if self.wire.scheme is None:
             return parts[0]
         packed, block_scale, *rest = parts
-        first = lax.axis_index(EXPERT) * self.local_experts
+        first = lax.axis_index(self.axis) * self.local_experts
         largest = rest[0] if rest else None
         scale = self._scale(largest, ids[:, 0] + first)[:, None]
         values = dequantize(packed, decode_scale(block_scale), jnp.float32)
@@ -352,7 +356,7 @@ def _run_fixed(rows: Rows, run_own, shards, capacity, near):
 
     def dispatch(array):
         cut = array.reshape(shards, capacity, -1)
-        return lax.all_to_all(cut, EXPERT, 0, 0).reshape(size, -1)
+        return lax.all_to_all(cut, rows.axis, 0, 0).reshape(size, -1)
 
     if capacity == r:  # each row has its own slot for each shard, so rows need no counting
         shard = jnp.repeat(jnp.arange(shards, dtype=jnp.int32), r)
@@ -369,7 +373,9 @@ def _run_fixed(rows: Rows, run_own, shards, capacity, near):
         plan = _pack(slots, travels, size, dispatch, dispatch)
         return total + rows.dispatch(plan, run_own, shards)
 
-    most = lax.pmax(visits.sum(axis=0).max(), EXPERT)  # all shards need the same number of rounds
+    most = lax.pmax(
+        visits.sum(axis=0).max(), rows.axis
+    )  # all shards need the same number of rounds
     rounds = (most + capacity - 1) // capacity
     return lax.fori_loop(0, rounds, run_round, jnp.zeros(rows.x.shape, jnp.float32))
 
@@ -410,8 +416,8 @@ def _run_ragged(rows: Rows, run_own, shards, capacity, near):
     """Dispatch rows without empty slots; `capacity` has no effect here."""
     del capacity
     visits, (r, k) = rows.visits(shards), rows.ids.shape
-    size, received, me = r * min(k, shards), r * shards, lax.axis_index(EXPERT)
-    counts = lax.all_gather(visits.sum(axis=0, dtype=jnp.int32), EXPERT)  # [from, to]
+    size, received, me = r * min(k, shards), r * shards, lax.axis_index(rows.axis)
+    counts = lax.all_gather(visits.sum(axis=0, dtype=jnp.int32), rows.axis)  # [from, to]
     starts = jnp.cumsum(counts, axis=1) - counts  # in the sender's buffer
     places = jnp.cumsum(counts, axis=0) - counts  # in the receiver's
     updates = _count_updates(r, shards, near)
@@ -421,13 +427,13 @@ def _run_ragged(rows: Rows, run_own, shards, capacity, near):
         room = jnp.full((received, array.shape[1]), 0xFFFFFFFF, jnp.uint32)
         (first, sent), (there, _) = cut(starts[me], counts[me]), cut(places[me], counts[me])
         came = cut(places[:, me], counts[:, me])[1]
-        return lax.ragged_all_to_all(array, room, first, sent, there, came, axis_name=EXPERT)
+        return lax.ragged_all_to_all(array, room, first, sent, there, came, axis_name=rows.axis)
 
     def back(array):
         room = jnp.zeros((size, array.shape[1]), array.dtype)
         (first, sent), (there, _) = (cut(at[:, me], counts[:, me]) for at in (places, starts))
         came = cut(starts[me], counts[me])[1]
-        return lax.ragged_all_to_all(array, room, first, sent, there, came, axis_name=EXPERT)
+        return lax.ragged_all_to_all(array, room, first, sent, there, came, axis_name=rows.axis)
 
     plan = _pack(starts[me][None, :] + _rank(visits), visits, size, send, back)
     return rows.dispatch(plan, run_own, shards)

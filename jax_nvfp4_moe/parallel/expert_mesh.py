@@ -1,7 +1,13 @@
-"""`ExpertMesh`: a mesh whose axes `expert` and `tensor` shard weights, with checks and helpers."""
+"""`ExpertMesh`: a mesh whose axes shard weights and rows, with checks and helpers.
+
+An axis of a mesh has a role. `expert` divides the experts among devices, and `tensor` divides each
+expert and the heads of attention. `data` divides the rows of a batch, and every part of the rows
+has its own copy of the weights. Axes without a role are left alone: what lies on them is
+replicated. Names of axes are those of the roles, unless the user gives others.
+"""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,55 +19,91 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe.scheme import DYNAMIC, CheckpointScheme, Target
 
-EXPERT, TENSOR = "expert", "tensor"
+EXPERT, TENSOR, DATA = ROLES = "expert", "tensor", "data"
+
+Roles = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMesh:
-    """A mesh of devices with an axis `expert`, an axis `tensor`, or both; static.
+    """A mesh of devices, and the names of its axes `expert`, `tensor` and `data`; static.
 
     Attributes:
       mesh: the `jax.sharding.Mesh`.
+      names: pairs of a role and the name of its axis, for roles whose axis has another name.
     """
 
     mesh: Mesh
+    names: tuple[tuple[str, str], ...] = ()
 
     @property
     def expert(self) -> int:
         """Number of shards along `expert`, among which the experts are divided."""
-        return self.mesh.shape.get(EXPERT, 1)
+        return self.size(EXPERT)
 
     @property
     def tensor(self) -> int:
         """Number of shards along `tensor`, which divide each expert and the heads of attention."""
-        return self.mesh.shape.get(TENSOR, 1)
+        return self.size(TENSOR)
+
+    @property
+    def data(self) -> int:
+        """Number of shards along `data`, which divide the rows of a batch."""
+        return self.size(DATA)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of those of the two axes that the mesh has."""
-        return tuple(name for name in (EXPERT, TENSOR) if name in self.mesh.shape)
+        """Names of those axes of the mesh that divide weights."""
+        return tuple(self.name(role) for role in (EXPERT, TENSOR) if self.has(role))
+
+    def name(self, role: str) -> str:
+        """Return the name of the axis that has a role."""
+        return dict(self.names).get(role, role)
+
+    def has(self, role: str) -> bool:
+        """Return whether the mesh has an axis for a role."""
+        return self.name(role) in self.mesh.shape
+
+    def size(self, role: str) -> int:
+        """Return the number of shards along the axis that has a role."""
+        return self.mesh.shape.get(self.name(role), 1)
+
+    def rows(self, count: int) -> str | None:
+        """Return the role that divides `count` rows: `data`, or None if they are not divided.
+
+        Rows that do not divide into equal parts are replicated.
+        """
+        divides = self.data > 1 and count > 0 and count % self.data == 0
+        return DATA if divides else None
 
     @property
     def target(self) -> Target:
         """The device for which programs on this mesh are lowered."""
         return Target.of(self.mesh.devices.flat[0])
 
-    def in_one_process(self, axis: str) -> bool:
-        """Return whether devices that differ only along `axis` belong to one process."""
+    def in_one_process(self, role: str) -> bool:
+        """Return whether devices that differ only along one axis belong to one process."""
         owners = np.vectorize(lambda device: device.process_index)(self.mesh.devices)
-        index = self.mesh.axis_names.index(axis)
+        index = self.mesh.axis_names.index(self.name(role))
         return bool((owners == owners.take([0], axis=index)).all())
 
-    def spec(self, *axes: str | None) -> PartitionSpec:
-        """Return the `PartitionSpec` that shards the leading axes of an array along `axes`.
+    def spec(self, *roles: Roles) -> PartitionSpec:
+        """Return the `PartitionSpec` that shards the leading axes of an array along `roles`.
 
-        An axis that the mesh lacks is replaced by None.
+        Several roles divide one axis of the array one after the other. A role without an axis in
+        the mesh divides nothing.
         """
-        return PartitionSpec(*(name if name in self.mesh.shape else None for name in axes))
 
-    def sharding(self, *axes: str | None) -> NamedSharding:
-        """Return the sharding for `spec`; without `axes`, every device holds the whole array."""
-        return self.named_sharding(self.spec(*axes))
+        def find(role):
+            if role is None or isinstance(role, str):
+                return self.name(role) if role is not None and self.has(role) else None
+            return tuple(self.name(one) for one in role if self.has(one)) or None
+
+        return PartitionSpec(*map(find, roles))
+
+    def sharding(self, *roles: Roles) -> NamedSharding:
+        """Return the sharding for `spec`; without `roles`, every device holds the whole array."""
+        return self.named_sharding(self.spec(*roles))
 
     def named_sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Return the sharding for a specification that `spec` returned."""
@@ -74,30 +116,51 @@ class ExpertMesh:
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def reshard(self, array: Any, *axes: str | None) -> Any:
-        """Return `array` sharded along `axes` if the mesh has Explicit axes.
+    def reshard(self, array: Any, *roles: Roles) -> Any:
+        """Return `array` sharded along `roles` if the mesh has Explicit axes.
 
         With Auto axes the array is returned unchanged, because XLA chooses its sharding.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
             return array
-        return jax.sharding.reshard(array, self.sharding(*axes))
+        return jax.sharding.reshard(array, self.sharding(*roles))
+
+    def shard_rows(self, tree: Any) -> Any:
+        """Return `tree` with the first axis of every array divided along `data`, if that fits."""
+
+        def shard(array):
+            role = self.rows(array.shape[0]) if jnp.ndim(array) else None
+            if role is None:
+                return array
+            free = (PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1)
+            spec = PartitionSpec(self.name(role), *free)
+            if isinstance(array, Tracer):
+                return jax.lax.with_sharding_constraint(array, self.named_sharding(spec))
+            others = tuple(getattr(getattr(array, "sharding", None), "spec", ()))[1:]
+            spec = PartitionSpec(self.name(role), *others)
+            return jax.device_put(array, self.named_sharding(spec))
+
+        return tree if self.data == 1 else jax.tree.map(shard, tree)
 
     def automatic(self) -> "ExpertMesh":
         """Return the same devices with Auto axes, which are not part of the types of arrays."""
         kinds = (AxisType.Auto,) * self.mesh.devices.ndim
-        return ExpertMesh(Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds))
+        mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds)
+        return dataclasses.replace(self, mesh=mesh)
 
 
-def find_expert_mesh(mesh: Any) -> ExpertMesh:
+def find_expert_mesh(mesh: Any, axis_names: Mapping[str, str] | None = None) -> ExpertMesh:
     """Return the `ExpertMesh` for `mesh`.
 
     Args:
-      mesh: `jax.sharding.Mesh` with an axis "expert", an axis "tensor", or both. Other axes must
-        have size 1.
+      mesh: `jax.sharding.Mesh` with at least one of the axes "expert", "tensor" and "data". Other
+        axes are left alone: what lies on them is replicated.
+      axis_names: names of axes that are called something else, such as ``{"expert": "ep", "tensor":
+        "tp", "data": "dp"}``. None (default) if the axes are called what they do.
 
     Raises:
-      ValueError: if `mesh` is not a mesh, has neither axis, or has another axis larger than 1.
+      ValueError: if `mesh` is not a mesh or has none of the axes, or if `axis_names` has an unknown
+        role, a name that the mesh lacks, or one name for two roles.
 
     Example:
       >>> import jax
@@ -108,17 +171,36 @@ def find_expert_mesh(mesh: Any) -> ExpertMesh:
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(
-            f"mesh: expected a jax.sharding.Mesh with axes '{EXPERT}' and '{TENSOR}', "
-            f"got {type(mesh).__name__}"
+            f"mesh: expected a jax.sharding.Mesh with axes {_LISTED}, got {type(mesh).__name__}"
         )
-    others = {name: n for name, n in mesh.shape.items() if name not in (EXPERT, TENSOR) and n > 1}
-    expert_mesh = ExpertMesh(mesh)
-    if others or not expert_mesh.axes:
+    names = {} if axis_names is None else dict(axis_names)
+    _check_names(names, mesh)
+    others = {role: name for role, name in names.items() if role != name}
+    expert_mesh = ExpertMesh(mesh, tuple(sorted(others.items())))
+    if not any(map(expert_mesh.has, ROLES)):
         raise ValueError(
-            f"mesh: expected axes '{EXPERT}' and '{TENSOR}', one of which may be missing, and "
-            f"no other axis larger than 1; got {dict(mesh.shape)}"
+            f"mesh: expected at least one of the axes {_LISTED}, got {dict(mesh.shape)}. If axes "
+            'have other names, pass axis_names, such as {"expert": "ep", "data": "dp"}'
         )
     return expert_mesh
+
+
+_LISTED = f"'{EXPERT}', '{TENSOR}' and '{DATA}'"
+
+
+def _check_names(names, mesh):
+    """Raise a ValueError if `names`, from roles to axes of `mesh`, are not possible."""
+    unknown = [role for role in names if role not in ROLES]
+    if unknown:
+        raise ValueError(f"axis_names: expected keys among {_LISTED}, got {unknown[0]!r}")
+    missing = [name for name in names.values() if name not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"axis_names: expected names of axes of the mesh {dict(mesh.shape)}, got {missing[0]!r}"
+        )
+    used = [names.get(role, role) for role in ROLES if names.get(role, role) in mesh.shape]
+    if len(set(used)) < len(used):
+        raise ValueError(f"axis_names: expected another axis for each role, got {names}")
 
 
 def check_context(array: Any) -> None:
@@ -218,10 +300,10 @@ def stack_parts(shape: Sequence[int], sharding: NamedSharding, part: Any) -> jax
     return jax.make_array_from_callback(tuple(shape), sharding, once)
 
 
-def first_shard_only(bias: jax.Array) -> jax.Array:
-    """Return the bias on the first shard along `tensor`, and zeros on the other shards.
+def first_shard_only(bias: jax.Array, axis: str) -> jax.Array:
+    """Return the bias on the first shard along a mesh axis, and zeros on the other shards.
 
     If the columns of a linear layer are sharded, its outputs are summed over the shards. The bias
     must then be added once.
     """
-    return jnp.where(lax.axis_index(TENSOR) == 0, bias, jnp.zeros_like(bias))
+    return jnp.where(lax.axis_index(axis) == 0, bias, jnp.zeros_like(bias))

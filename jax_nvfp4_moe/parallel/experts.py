@@ -5,7 +5,8 @@ and the columns of down that multiply them. Blocks of 16 are never divided. Weig
 arrays: first the rows of shard 0 (gate rows before up rows), then those of shard 1, and so on. The
 part of each shard is in the layout of a kernel for its own sizes.
 
-With "psum", all shards see all tokens. Their results are added up in float32 for every dtype::
+With "psum", all shards see all tokens, or those of their part of `data`. Their results are added up
+in float32 for every dtype::
 
   y = psum(moe_mlp(x, own part, ids counted from the first own expert, weights))
 
@@ -196,8 +197,8 @@ def run_sharded(
 
     Args:
       run: ``(x, params, expert_ids, expert_weights) -> [t, h]``; skips ids that are out of range.
-      x: tokens ``[t, h]``. Over Explicit axes, sharded tokens are gathered, and the result gets
-        their sharding.
+      x: tokens ``[t, h]``. They are divided along `data`, and each part is replicated along the
+        other axes. Over Explicit axes, the result gets the sharding of `x`.
       params: the weights, as `shard_experts` returns them.
       expert_ids: ``[t, k]``, ids of the whole layer.
       expert_weights: ``[t, k]``.
@@ -209,14 +210,19 @@ def run_sharded(
     local_experts = params.num_experts // expert_mesh.expert
 
     def body(x, params, ids, weights):
-        first = lax.axis_index(EXPERT) * local_experts if EXPERT in expert_mesh.axes else 0
+        first = 0
+        if expert_mesh.has(EXPERT):
+            first = lax.axis_index(expert_mesh.name(EXPERT)) * local_experts
         y = run(x, own_part(params, expert_mesh), ids.astype(jnp.int32) - first, weights)
         return lax.psum(y.astype(jnp.float32), expert_mesh.axes).astype(y.dtype)
 
-    whole: PartitionSpec = expert_mesh.spec()
-    specs = whole, expert_specs(params, expert_mesh), whole, whole
-    given, ids, weights = (expert_mesh.reshard(leaf) for leaf in (x, expert_ids, expert_weights))
-    y = expert_mesh.shard_map(body, specs, whole)(given, params, ids, weights)
+    role = expert_mesh.rows(x.shape[0])
+    rows: PartitionSpec = expert_mesh.spec(role)
+    specs = rows, expert_specs(params, expert_mesh), rows, rows
+    given, ids, weights = (
+        expert_mesh.reshard(leaf, role) for leaf in (x, expert_ids, expert_weights)
+    )
+    y = expert_mesh.shard_map(body, specs, rows)(given, params, ids, weights)
     return expert_mesh.reshard(y, jax.typeof(x).sharding.spec[0])
 
 
@@ -230,9 +236,9 @@ def own_part(params: Experts, expert_mesh: ExpertMesh) -> Experts:
     scale: Any = params.gate_up_input_scale
     if scale is not None and expert_mesh.expert > 1:
         local_experts = params.num_experts
-        first = lax.axis_index(EXPERT) * local_experts
+        first = lax.axis_index(expert_mesh.name(EXPERT)) * local_experts
         scale = lax.dynamic_slice_in_dim(scale, first, local_experts)
     bias: Any = params.down_bias
     if bias is not None and expert_mesh.tensor > 1:
-        bias = first_shard_only(bias)
+        bias = first_shard_only(bias, expert_mesh.name(TENSOR))
     return dataclasses.replace(params, gate_up_input_scale=scale, down_bias=bias)

@@ -213,9 +213,17 @@ def module_axes(module: Any) -> list[int | None]:
     return [axis for variable in found for axis in divided_axes(variable)]
 
 
-def axis_spec(expert_mesh: ExpertMesh, axis: int | None) -> PartitionSpec:
-    """Return the specification of an array that is divided along `axis`; None: replicated."""
-    return expert_mesh.spec() if axis is None else expert_mesh.spec(*(None,) * axis, TENSOR)
+def axis_spec(expert_mesh: ExpertMesh, axis: int | None, rows: str | None = None) -> PartitionSpec:
+    """Return the specification of an array of which each shard has a part.
+
+    Args:
+      expert_mesh: the mesh of the shards.
+      axis: the axis of the array that `tensor` divides; None: no axis.
+      rows: role that divides the first axis of the array; None (default) for a weight.
+    """
+    if axis is None:
+        return expert_mesh.spec(rows) if rows else expert_mesh.spec()
+    return expert_mesh.spec(*(rows,)[:axis], *(None,) * (axis - 1), TENSOR)
 
 
 def take_shard(value: Any, spec: ShardSpec | None, index: int, shards: int) -> Any:

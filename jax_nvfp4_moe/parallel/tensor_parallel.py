@@ -40,12 +40,13 @@ def run_shards(
       expert_mesh: the mesh of the shards.
       run: function that each shard runs on its part of the module.
       module: an `nnx.Module` or `nnx.Variable` whose variables say how they are divided.
-      args: further arguments, replicated or sharded by `specs`.
-      specs: pair of the specifications of `args` and of the result; None (default) if all are
-        replicated.
+      args: further arguments, sharded by `specs`.
+      specs: pair of the specifications of `args` and of the result; None (default) if the first
+        axis of all has the rows of a batch.
     """
-    given, returned = specs or ((expert_mesh.spec(),) * len(args), expert_mesh.spec())
-    leaves, unflatten = _open(module)
+    rows = expert_mesh.spec(expert_mesh.rows(args[0].shape[0]))
+    given, returned = specs or ((rows,) * len(args), rows)
+    leaves, unflatten = _open(module, expert_mesh)
 
     def body(leaves, *args):
         return run(unflatten(leaves), *args)
@@ -54,41 +55,45 @@ def run_shards(
     return expert_mesh.shard_map(body, (own, *given), returned)(leaves, *args)
 
 
-def _open(module):
+def _open(module, expert_mesh):
     """Return the leaves of a module, and a function that makes a module of one shard's leaves."""
     leaves, tree = jax.tree.flatten(module)
-    layouts = []
+    layouts, mesh_axis = [], expert_mesh.name(TENSOR)
     for variable in variables(module):
         layouts += [(find_layout(variable), axis) for axis in divided_axes(variable)]
 
     def unflatten(leaves):
         return tree.unflatten(
-            [_tie(leaf, *layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+            [
+                _tie(leaf, layout, axis, mesh_axis)
+                for leaf, (layout, axis) in zip(leaves, layouts, strict=True)
+            ]
         )
 
     return leaves, unflatten
 
 
-def _tie(leaf, layout: ShardLayout | None, axis: int | None):
+def _tie(leaf, layout: ShardLayout | None, axis: int | None, mesh_axis: str):
     """Return `leaf` with one common gradient for all shards that hold the same entries."""
     if layout is None or axis != 0 or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
-    shards = lax.axis_size(TENSOR)
+    shards = lax.axis_size(mesh_axis)
     if all(parts == shards for _, parts in layout.segments):
         return leaf
-    return _tied(layout, leaf)
+    return _tied((layout, mesh_axis), leaf)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tied(layout, leaf):
+def _tied(how, leaf):
     """Return `leaf`; its derivative is `_tied_bar`."""
     return leaf
 
 
-def _tied_bar(layout, _, bar):
+def _tied_bar(how, _, bar):
     """Add up the cotangents of all shards that hold the same entries."""
-    shards, index = lax.axis_size(TENSOR), lax.axis_index(TENSOR)
-    everyone = lax.all_gather(bar, TENSOR)
+    layout, mesh_axis = how
+    shards, index = lax.axis_size(mesh_axis), lax.axis_index(mesh_axis)
+    everyone = lax.all_gather(bar, mesh_axis)
     summed, start = [], 0
     for width, parts in layout.segments:
         mine = jnp.arange(shards) * parts // shards == index * parts // shards
@@ -99,7 +104,7 @@ def _tied_bar(layout, _, bar):
     return (jnp.concatenate(summed),)
 
 
-_tied.defvjp(lambda layout, leaf: (leaf, None), _tied_bar)
+_tied.defvjp(lambda how, leaf: (leaf, None), _tied_bar)
 
 
 class TensorParallel(nnx.Module):
@@ -122,7 +127,7 @@ class TensorParallel(nnx.Module):
         return y
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
-        """Compute all parts for replicated `x`, add them up in float32, and finish the sum."""
+        """Compute all parts of the rows `x`, add them up in float32, and finish the sum."""
         if self.expert_mesh is None:
             return self.finish(self.run(x))
         return run_shards(self.expert_mesh, _run_part, self, x)
@@ -130,7 +135,7 @@ class TensorParallel(nnx.Module):
 
 def _run_part(part: TensorParallel, x):
     """Return the result of the whole module, from the part of one shard."""
-    return part.finish(_add_up(part.run(x)))
+    return part.finish(_add_up(part.run(x), part.expert_mesh))
 
 
 class HeadParallel(nnx.Module):
@@ -160,8 +165,10 @@ class HeadParallel(nnx.Module):
         if self.expert_mesh is None:
             return self.empty_cache(batch, max_length)
         # The entries depend on static sizes only, so the function needs no arguments.
-        make = functools.partial(self.empty_cache, batch, max_length)
-        return self.expert_mesh.shard_map(make, (), self._cache_specs())()
+        role = self.expert_mesh.rows(batch)
+        own = batch // self.expert_mesh.data if role else batch
+        make = functools.partial(self.empty_cache, own, max_length)
+        return self.expert_mesh.shard_map(make, (), self._cache_specs(role))()
 
     def __call__(self, x, positions, entries, *further):
         """Mix tokens at their positions.
@@ -170,10 +177,10 @@ class HeadParallel(nnx.Module):
           x: ``[b, t, h]``.
           positions: int32 ``[b, t]``.
           entries: cache entries, or None without a cache.
-          *further: further arguments of `mix`, replicated.
+          *further: further arguments of `mix`, with rows as their first axis.
 
         Returns:
-          ``[b, t, h]``, the cache entries, and as many replicated results as there are `further`
+          ``[b, t, h]``, the cache entries, and as many further results as there are `further`
           arguments.
         """
         if self.expert_mesh is None:
@@ -181,27 +188,30 @@ class HeadParallel(nnx.Module):
 
         def run(part, x, positions, entries, *further):
             y, *others = part.mix(x, positions, entries, *further)
-            return _add_up(y), *others
+            return _add_up(y, self.expert_mesh), *others
 
-        whole = self.expert_mesh.spec()
-        cache = None if entries is None else self._cache_specs()
-        others = (whole,) * len(further)
-        specs = (whole, whole, cache, *others), (whole, cache, *others)
+        # Packed tokens are not in the rows of their positions.
+        role = self.expert_mesh.rows(len(x)) if len(x) == len(positions) else None
+        rows = self.expert_mesh.spec(role)
+        cache = None if entries is None else self._cache_specs(role)
+        others = (rows,) * len(further)
+        specs = (rows, rows, cache, *others), (rows, cache, *others)
         return run_shards(self.expert_mesh, run, self, x, positions, entries, *further, specs=specs)
 
-    def _cache_specs(self):
-        """Return the specification of each cache entry."""
+    def _cache_specs(self, rows: str | None):
+        """Return the specification of each cache entry, whose rows are divided along `rows`."""
         assert self.expert_mesh is not None
-        return {name: axis_spec(self.expert_mesh, axis) for name, axis in self.cache_axes.items()}
+        return {
+            name: axis_spec(self.expert_mesh, axis, rows) for name, axis in self.cache_axes.items()
+        }
 
 
 def run_by_rows(
     module: Any, expert_mesh: ExpertMesh, x: Float[Array, "... h"]
 ) -> Float[Array, "... n"]:
-    """Run a module on rows that are sharded along `expert`.
+    """Run a module on rows that are sharded along `data` and `expert`.
 
-    XLA cannot divide the rows of a custom call: without this function, every device would compute
-    all rows.
+    Without this function, every device of `expert` would compute all rows of its part of `data`.
 
     Args:
       module: maps rows, and must not change its own state.
@@ -212,7 +222,7 @@ def run_by_rows(
       The result of the module ``[..., n]``, sharded like the rows of a dispatch.
     """
     divided = isinstance(module, TensorParallel) and module.expert_mesh is not None
-    leaves, unflatten = _open(module)
+    leaves, unflatten = _open(module, expert_mesh)
     own = [axis_spec(expert_mesh, axis) for axis in module_axes(module)]
 
     def run(rows, leaves):
@@ -234,11 +244,12 @@ def look_up(
 
     def look(table, ids):
         table = table.get_value()
-        own = ids - lax.axis_index(TENSOR) * table.shape[0]
+        own = ids - lax.axis_index(axis) * table.shape[0]
         here = (own >= 0) & (own < table.shape[0])
         rows = read_rows(table, jnp.where(here, own, 0))
-        return lax.psum(jnp.where(here[..., None], rows, jnp.zeros((), rows.dtype)), TENSOR)
+        return lax.psum(jnp.where(here[..., None], rows, jnp.zeros((), rows.dtype)), axis)
 
+    axis = expert_mesh.name(TENSOR)
     return run_shards(expert_mesh, look, table, ids)
 
 
@@ -252,16 +263,17 @@ def gather_columns(
     Args:
       run: computes the columns of one shard.
       module: a variable or a module that is divided by rows.
-      x: replicated input.
+      x: the rows.
       expert_mesh: the mesh of the shards.
     """
 
     def score(part, x):
-        return lax.all_gather(run(part, x), TENSOR, axis=x.ndim - 1, tiled=True)
+        axis = expert_mesh.name(TENSOR)
+        return lax.all_gather(run(part, x), axis, axis=x.ndim - 1, tiled=True)
 
     return run_shards(expert_mesh, score, module, x)
 
 
-def _add_up(y):
+def _add_up(y, expert_mesh):
     """Add up the results of all shards along `tensor` in float32."""
-    return lax.psum(y.astype(jnp.float32), TENSOR).astype(y.dtype)
+    return lax.psum(y.astype(jnp.float32), expert_mesh.name(TENSOR)).astype(y.dtype)

@@ -52,7 +52,7 @@ def test_rows_that_come_are_codes_as_sent():
     """
     x = jax.random.normal(jax.random.key(0), (3000, 64)) * jnp.linspace(0.1, 3, 3000)[:, None]
     ids, scheme = jnp.zeros((3000, 1), jnp.int32), Scheme.W4A4_TOKEN_SCALE
-    rows = Rows(x, ids, ids, 1, WireFormat(scheme=scheme), None)
+    rows = Rows(x, ids, ids, 1, WireFormat(scheme=scheme), None, "expert")
     decode = jax.vmap(rows._decoded, in_axes=None, axis_name="expert", axis_size=1)
     packed, block_scale, largest = sent = rows._encoded()
     again = dataclasses.replace(rows, x=decode(sent, ids)[0])._encoded()

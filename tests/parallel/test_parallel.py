@@ -206,8 +206,22 @@ REFUSALS = {
         "axis 'tensor' of 3 does not divide intermediate = 128 .* 16; .* 1, 2, 4, 8",
     ),
     "axes": (
-        lambda: block()(mesh=make_mesh((8,), names=("data",))),
-        "mesh: expected axes 'expert' and 'tensor'.* got {'data': 8}",
+        lambda: block()(mesh=make_mesh((8,), names=("dp",))),
+        "mesh: expected at least one of the axes 'expert', 'tensor' .* got {'dp': 8}.* axis_names",
+    ),
+    "roles": (
+        lambda: block()(mesh=make_mesh((8,), names=("dp",)), axis_names={"batch": "dp"}),
+        "axis_names: expected keys among 'expert', 'tensor' and 'data', got 'batch'",
+    ),
+    "names": (
+        lambda: block()(mesh=make_mesh((8,), names=("dp",)), axis_names={"data": "ep"}),
+        "axis_names: expected names of axes of the mesh {'dp': 8}, got 'ep'",
+    ),
+    "one-axis-for-two-roles": (
+        lambda: block()(
+            mesh=make_mesh((8,), names=("dp",)), axis_names={"data": "dp", "expert": "dp"}
+        ),
+        "axis_names: expected another axis for each role",
     ),
     "type": (
         lambda: block()(mesh=jax.devices()),

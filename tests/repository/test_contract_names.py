@@ -10,9 +10,10 @@ from flax import nnx
 import jax_nvfp4_moe as nvfp4
 
 SIGNATURES = {
-    "load_model": "path, *, scheme=None, dtype=bfloat16, backend=None, mesh=None, dispatch='psum'",
+    "load_model": "path, *, scheme=None, dtype=bfloat16, backend=None, mesh=None, "
+    "axis_names=None, dispatch='psum'",
     "load_moe": "path, layer, *, scheme=None, dtype=bfloat16, backend=None, mesh=None, "
-    "dispatch='psum'",
+    "axis_names=None, dispatch='psum'",
     "generate": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
     "top_p=1.0, stop_ids=None, key=None, prefill_chunk=None, stats=False",
     "stream": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
