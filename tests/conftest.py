@@ -49,6 +49,7 @@ def _why_absent(marker):
     has = {
         "gpu": capability is not None,
         "several_gpus": len(_gpus()) > 1,
+        "two_devices": len(jax.devices()) > 1,
         "hopper": capability is not None and capability[0] == 9,
         "blackwell": capability is not None and capability[0] in (10, 12),
         "fp4": capability is not None
@@ -68,6 +69,7 @@ def _why_absent(marker):
 MARKERS = (
     "gpu",
     "several_gpus",
+    "two_devices",
     "hopper",
     "blackwell",
     "fp4",

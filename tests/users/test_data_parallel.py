@@ -1,4 +1,7 @@
-"""Train and run models with their batches divided over eight devices, as a user would."""
+"""Train and run models with their batches divided over several devices, as a user would.
+
+These programs run on CPU devices or on GPUs, except one that needs eight devices.
+"""
 
 import importlib.resources
 
@@ -12,10 +15,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_nvfp4_moe as nvfp4
 
-pytestmark = pytest.mark.eight_devices
+pytestmark = pytest.mark.two_devices
 
+DEVICES = min(8, jax.device_count())
 VOCABULARY, HIDDEN = 32, 64
 EXAMPLE = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """Multiply float32 matrices in float32 on GPUs too, so that results can be compared."""
+    with jax.default_matmul_precision("float32"):
+        yield
 
 
 class Classifier(nnx.Module):
@@ -59,7 +70,7 @@ def test_training():
     expected = [float(nnx.jit(train_step)(alone, optimizer, ids, labels)) for _ in range(3)]
     assert expected[2] < expected[0]
 
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     model, optimizer = make()
     everywhere = NamedSharding(mesh, PartitionSpec())
     for part in (model, optimizer):
@@ -73,6 +84,7 @@ def test_training():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.eight_devices
 def test_a_checkpoint_on_named_axes():
     """Data, experts and heads are divided, two parts each, along axes with the user's names."""
     names = {"data": "dp", "expert": "ep", "tensor": "tp"}

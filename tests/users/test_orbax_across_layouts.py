@@ -215,7 +215,7 @@ def test_split_merge_copy_and_pickle_keep_weights():
 WHOLE_STATES = ("standard", "pytree", "manager")  # a pure dict holds no metadata of variables
 
 
-@pytest.mark.eight_devices
+@pytest.mark.two_devices
 @pytest.mark.parametrize(
     "checkpointer", [CHECKPOINTERS[name] for name in WHOLE_STATES], ids=WHOLE_STATES
 )
