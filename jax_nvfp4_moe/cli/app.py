@@ -3,6 +3,7 @@
 Commands print results on standard output, and messages and progress on standard error.
 """
 
+import contextlib
 import io
 import logging
 import os
@@ -131,7 +132,10 @@ def _prepare_streams() -> None:
         # Python already does on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # `read_argument` refuses what is no text
+        # `read_argument` refuses what is no text. Python refuses the change if a program that calls
+        # `main` has read from standard input before.
+        with contextlib.suppress(io.UnsupportedOperation):
+            sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def _prepare_messages() -> None:

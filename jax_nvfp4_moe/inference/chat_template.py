@@ -174,19 +174,18 @@ def _named(config, file) -> dict[str, str]:
     given = config.get(_KEY)
     if given is None:
         return {}
-    named: dict[Any, Any]
     if isinstance(given, list) and all(isinstance(one, dict) for one in given):
-        named = {one.get("name"): one.get("template") for one in given}
+        pairs = [(one.get("name"), one.get("template")) for one in given]
     else:
-        named = given if isinstance(given, dict) else {DEFAULT: given}
-    if not all(isinstance(part, str) for pair in named.items() for part in pair):
+        pairs = list(given.items()) if isinstance(given, dict) else [(DEFAULT, given)]
+    if not all(isinstance(part, str) for pair in pairs for part in pair):
         raise CheckpointError(
             [
                 f"{file}: {_KEY}: expected text, or a list of objects with name and template, "
                 f"got {quoted(given)}"
             ]
         )
-    return named
+    return dict(pairs)
 
 
 def _run(source, messages, variables):

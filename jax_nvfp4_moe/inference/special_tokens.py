@@ -227,9 +227,10 @@ def _added(entry):
 
 def _index(key, entry):
     """Return a token id, which a JSON object holds as text."""
-    if not (isinstance(key, int) or key.isdecimal()) or int(key) >= 2**31:
+    text = str(key)
+    if not text.isdecimal() or len(text) > 10 or int(text) >= 2**31:
         raise entry.refuse("a token id as the key")
-    return int(key)
+    return int(text)
 
 
 def _merge_map(folder, values) -> dict[str, Any]:

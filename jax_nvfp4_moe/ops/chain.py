@@ -165,24 +165,36 @@ class _Step:
 
 
 def _inner(eqn) -> ClosedJaxpr | None:
-    """Return the function that an equation calls once, if there are calls of ours in it."""
+    """Return the function that an equation calls once, if it has calls of ours or does nothing."""
+    closed = _function(eqn)
+    return closed if closed and (not closed.jaxpr.eqns or _has_calls(closed)) else None
+
+
+def _function(eqn) -> ClosedJaxpr | None:
+    """Return the function that an equation calls once with its own operands."""
     if eqn.primitive.name not in _FUNCTIONS:
         return None
     names = "jaxpr", "call_jaxpr", "call"
     closed = next((eqn.params[name] for name in names if name in eqn.params), None)
-    return closed if isinstance(closed, ClosedJaxpr) and _has_calls(closed) else None
+    return closed if isinstance(closed, ClosedJaxpr) else None
 
 
 def _has_calls(closed: ClosedJaxpr) -> bool:
-    return any(eqn.primitive.name == "ffi_call" or _inner(eqn) for eqn in closed.jaxpr.eqns)
+    inner = filter(None, map(_function, closed.jaxpr.eqns))
+    return any(eqn.primitive.name == "ffi_call" for eqn in closed.jaxpr.eqns) or any(
+        map(_has_calls, inner)
+    )
 
 
 def _is_reshape(eqn) -> bool:
-    """Return whether an equation only changes the shape of its operand."""
+    """Return whether an equation only changes the shape of its operand, or nothing."""
     name, operands = eqn.primitive.name, eqn.invars
     if name == "convert_element_type":
         return operands[0].aval.dtype == eqn.outvars[0].aval.dtype
-    if name not in ("reshape", "squeeze", "broadcast_in_dim") or len(operands) != 1:
+    if (
+        name not in ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
+        or len(operands) != 1
+    ):
         return False
     if name == "reshape" and eqn.params["dimensions"] is not None:
         return False

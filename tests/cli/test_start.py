@@ -36,6 +36,16 @@ def test_the_version(run):
     assert run("--version") == (0, f"jax-nvfp4-moe {jax_nvfp4_moe.__version__}\n", "")
 
 
+def test_the_command_runs_after_standard_input_was_read():
+    """A program that calls `main` may have read lines from it."""
+    code = "import sys; input(); from jax_nvfp4_moe.cli import app; app.main(['--version'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="a\nb\n", capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("jax-nvfp4-moe ")
+
+
 def test_a_wrong_command_line_is_one_line(run):
     status, out, err = run("generate", "--max-new-tokenz", "3")
     assert (status, out) == (2, "")

@@ -342,7 +342,7 @@ def _header(change: Callable[[Rng, dict[str, Any], str], None]) -> Callable[[Rng
             header, data = read_safetensors(path)
             name = rng.choice([name for name in header if name != "__metadata__"])
             change(rng, header, name)
-        except (ValueError, LookupError, TypeError, AttributeError, struct.error):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):
             return  # damaged before
         write_safetensors(path, header, data)
 

@@ -28,7 +28,9 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory") / "m"
     sizes = dataclasses.replace(SIZES, layers=1, vocab=VOCABULARY)
     write_synthetic(folder, sizes, algorithm="W4A16_NVFP4")
-    return load_model(folder, dtype=jnp.float32)
+    model = load_model(folder, dtype=jnp.float32)
+    model.config = dataclasses.replace(model.config, max_positions=LONG)
+    return model
 
 
 def temporary_bytes(program, *args, **static):

@@ -117,6 +117,21 @@ def test_files_that_are_no_text_or_too_large(load, tmp_path, name, monkeypatch):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}, "a token id as the key"),
+        ({"added_tokens_decoder": {"\u00b2": {"content": "x"}}}, "a token id as the key"),
+        ({"chat_template": [{"name": {}, "template": "x"}]}, "a list of objects with name and"),
+        ({"chat_template": [{"name": [], "template": {}}]}, "a list of objects with name and"),
+    ],
+)
+def test_odd_keys_and_names(load, tmp_path, config, message):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load().chat([{"role": "user", "content": "x"}])
+
+
 def test_a_special_token_of_an_older_folder_is_no_number(load, tmp_path):
     (tmp_path / "added_tokens.json").write_text("{}")
     config = {"tokenizer_class": "GPT2Tokenizer", "additional_special_tokens": [3]}
