@@ -59,7 +59,7 @@ def lint(session):
     folders = ("benchmarks", "ffi", "tests")
     sources = (path for folder in folders for path in (ROOT / folder).rglob("*"))
     kernels = sorted(str(path) for path in sources if path.suffix in KERNEL_SUFFIXES)
-    session.run("clang-format", "--dry-run", "--Werror", *kernels, external=True)
+    session.run("clang-format", "--dry-run", "--Werror", *kernels, external=True, log=False)
     for notebook in sorted(ROOT.glob("notebooks/*.md")):
         check = ("--quiet", "--test", "--to", "ipynb", "--update")
         session.run("jupytext", *check, str(notebook), external=True)

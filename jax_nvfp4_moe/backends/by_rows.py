@@ -34,8 +34,9 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
+_NO_MESH = AbstractMesh((), ())
 _SUM = "+"
 # For each of several arrays, the names of its first dimensions. That of a sum ends with `_SUM`.
 _Rows = Sequence[tuple[str, ...]]
@@ -154,7 +155,13 @@ def _partition(traced, again, rows: _Rows, results: _Rows):
 
     def partition(mesh, operands, returned):
         parts = _find_parts(rows, _read_specs(mesh, operands), mesh)
-        run = functools.partial(_run_part, again, results, parts)
+
+        def run(*leaves):
+            # This is a program of one device. If `jax.set_mesh` has set a mesh, JAX 0.11 would put
+            # shardings on it into the program, which nothing removes.
+            with use_abstract_mesh(_NO_MESH):
+                return _run_part(again, results, parts, *leaves)
+
         shardings = _place(mesh, parts, results, returned), _place(mesh, parts, rows, operands)
         return mesh, run, list(shardings[0]), shardings[1]
 

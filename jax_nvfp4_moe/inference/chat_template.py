@@ -174,6 +174,7 @@ def _named(config, file) -> dict[str, str]:
     given = config.get(_KEY)
     if given is None:
         return {}
+    pairs: list[tuple[Any, Any]]
     if isinstance(given, list) and all(isinstance(one, dict) for one in given):
         pairs = [(one.get("name"), one.get("template")) for one in given]
     else:
