@@ -147,7 +147,8 @@ def pytest_configure(config):
     On a machine with an NVIDIA driver, compilation stays as users have it, because the tests there
     check the programs that users get.
     """
-    shared = (str(pathlib.Path(__file__).parent / name) for name in ("support", "programs"))
+    folders = "support", "programs", "hostile"
+    shared = (str(pathlib.Path(__file__).parent / name) for name in folders)
     given = (os.environ["PYTHONPATH"],) if os.environ.get("PYTHONPATH") else ()
     # Programs that tests start import modules from these folders.
     os.environ["PYTHONPATH"] = os.pathsep.join((*shared, *given))

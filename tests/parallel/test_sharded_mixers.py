@@ -17,6 +17,7 @@ from host_devices import (
     decode,
     difference,
     make_mesh,
+    name_path,
     name_shape,
     over_shapes,
     run_counted,
@@ -96,7 +97,7 @@ def held(tree, whole):
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     leaves = jax.tree.leaves(whole)
     return {
-        jax.tree_util.keystr(path): leaf.nbytes / own.addressable_shards[0].data.nbytes
+        name_path(path): leaf.nbytes / own.addressable_shards[0].data.nbytes
         for (path, own), leaf in zip(paths, leaves, strict=True)
     }
 

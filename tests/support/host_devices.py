@@ -53,14 +53,15 @@ def difference(actual, expected):
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
-def describe(module):
-    """Return the path and the dtype of each array of a module.
+def name_path(path):
+    """Return a path in a pytree as text, without the order that a divided variable names."""
+    return re.sub(r"\.value(_\w+?)_shards", ".value", keystr(path))
 
-    The path of a divided variable also names the order of its rows, which is left out here.
-    """
+
+def describe(module):
+    """Return the path and the dtype of each array of a module."""
     leaves = jax.tree.leaves_with_path(nnx.state(module))
-    paths = (re.sub(r"\.value(_\w+?)_shards", ".value", keystr(path)) for path, _ in leaves)
-    return [[path, leaf.dtype.name] for path, (_, leaf) in zip(paths, leaves, strict=True)]
+    return [[name_path(path), leaf.dtype.name] for path, leaf in leaves]
 
 
 def differing_copies(module):
