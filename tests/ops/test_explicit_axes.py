@@ -91,9 +91,7 @@ def test_a_mesh_with_manual_and_explicit_axes():
     returned = tuple(specs[i] for i in case.floats)
     with jax.set_mesh(devices):
         run = jax.shard_map(local, in_specs=specs, out_specs=returned, axis_names={"data"})
-        places = [
-            NamedSharding(devices, own) for own in specs
-        ]  # JAX 0.12 asks for what `run` takes
+        places = [NamedSharding(devices, own) for own in specs]  # JAX 0.12 asks for them
         actual = jax.jit(run)(*map(jax.device_put, case.operands, places))
     assert_close(jax.device_get(actual), expected)
 
