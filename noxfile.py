@@ -47,6 +47,12 @@ def _python(session, *command):
     session.run(sys.executable, *command)
 
 
+def _tool(session, name, *arguments):
+    """Run a program of the environment of nox, which need not be activated."""
+    program = pathlib.Path(sys.executable).with_name(name)
+    session.run(str(program), *arguments, external=True, log=False)
+
+
 def _test(session, *options):
     _python(session, "-P", "-m", "pytest", "-q", *WORKERS, *options, *session.posargs)
 
@@ -59,16 +65,16 @@ def lint(session):
     folders = ("benchmarks", "ffi", "tests")
     sources = (path for folder in folders for path in (ROOT / folder).rglob("*"))
     kernels = sorted(str(path) for path in sources if path.suffix in KERNEL_SUFFIXES)
-    session.run("clang-format", "--dry-run", "--Werror", *kernels, external=True, log=False)
+    _tool(session, "clang-format", "--dry-run", "--Werror", *kernels)
     for notebook in sorted(ROOT.glob("notebooks/*.md")):
         check = ("--quiet", "--test", "--to", "ipynb", "--update")
-        session.run("jupytext", *check, str(notebook), external=True)
+        _tool(session, "jupytext", *check, str(notebook))
 
 
 @nox.session
 def types(session):
     """Check types with pyright."""
-    session.run("pyright", "--pythonpath", sys.executable, external=True)
+    _tool(session, "pyright", "--pythonpath", sys.executable)
 
 
 @nox.session
