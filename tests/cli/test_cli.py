@@ -38,19 +38,6 @@ def small(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def run(capsys):
-    """Return a function that runs the command line here and returns status, stdout and stderr."""
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return stopped.value.code or 0, captured.out, captured.err
-
-    return call
-
-
 def test_generate_streams_the_prompt_and_its_continuation(run):
     exact = ("--temperature", 0, "--dtype", "float32", "--scheme", "w4a16")
     new = ("--max-new-tokens", 48)

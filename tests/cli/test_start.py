@@ -19,19 +19,6 @@ from jax_nvfp4_moe.cli import app as cli
 MODULE = [sys.executable, "-m", "jax_nvfp4_moe"]
 
 
-@pytest.fixture
-def run(capsys):
-    """Return a function that runs the command line here and returns status, stdout and stderr."""
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return stopped.value.code or 0, captured.out, captured.err
-
-    return call
-
-
 def test_the_version(run):
     assert run("--version") == (0, f"jax-nvfp4-moe {jax_nvfp4_moe.__version__}\n", "")
 
