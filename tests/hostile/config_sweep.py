@@ -17,6 +17,7 @@ from typing import Any
 
 import hostile
 from given import CHECKPOINTS, EXAMPLE
+from published_step import NOT_PUBLISHED, PUBLISHED
 
 ABSENT = "(absent)"
 HUGE = 10**400
@@ -170,29 +171,8 @@ OTHERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     ),
     "step3p7, published": (
         "step3p7-modelopt-w4a16",
-        (
-            "n_routed_experts",
-            "num_experts_per_tok",
-            "num_key_value_heads",
-            "mlp_layer_types",
-            "per_layer_config",
-            "num_sliding_attention_heads",
-            "rope_parameters",
-        ),
-        {
-            "moe_num_experts": 8,
-            "moe_top_k": 2,
-            "num_attention_groups": 2,
-            "num_nextn_predict_layers": 1,
-            "layer_types": ["full_attention", "sliding_attention"] * 2,
-            "moe_layers_enum": "1,2",
-            "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
-            "rope_theta": [5000.0, 10000.0] * 2,
-            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-            "partial_rotary_factors": [0.5, 1.0] * 2,
-            "swiglu_limits": [0.0, None, 0.5, 0.0],
-            "swiglu_limits_shared": [0.3, 0.0, 0.7, 0.0],
-        },
+        tuple(NOT_PUBLISHED),
+        PUBLISHED | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     ),
     "glm_moe_dsa, pattern": (
         "glm_moe_dsa-modelopt-w4a16",

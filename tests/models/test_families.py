@@ -13,6 +13,7 @@ from architecture import EXACT, logit_error, run
 from checkpoint_edits import edited, read_all
 from deepseek_v4_files import publish_names
 from given import CHECKPOINTS, reference_tensors
+from published_step import NOT_PUBLISHED, PUBLISHED
 from unquantized import ROUNDABLE, dense_tensors, read_config, write_source
 
 from jax_nvfp4_moe import CheckpointError, load_model, quantize_model
@@ -393,36 +394,14 @@ def test_a_size_has_its_value_under_each_name(name):
 
 def test_published_names_of_step():
     """Published files have lists with a value for each layer, also for those of other tokens."""
-    published = {
-        "moe_num_experts": 8,
-        "moe_top_k": 2,
-        "num_attention_groups": 2,
-        "num_nextn_predict_layers": 1,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "moe_layers_enum": "1,2",
-        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
-        "rope_theta": [5000.0, 10000.0] * 2,
-        "partial_rotary_factors": [0.5, 1.0] * 2,
-        "swiglu_limits": [0.0, None, 0.5, 0.0],
-        "swiglu_limits_shared": [0.3, 0.0, 0.7, 0.0],
-    }
-    later = (
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "num_key_value_heads",
-        "mlp_layer_types",
-        "per_layer_config",
-        "num_sliding_attention_heads",
-        "rope_parameters",
-    )
-    step = read("step3p7", **dict.fromkeys(later), **published)
+    step = read("step3p7", **NOT_PUBLISHED, **PUBLISHED)
     assert step == read("step3p7")
     assert step.expert_limits == (math.inf, math.inf, 0.5)
     assert [one.num_heads for one in step.attention] == [4, 8, 4]
     assert read("step3p7", per_layer_config={"01": {"num_attention_heads": 8}}) == step
     # Only layers without a window have scaled frequencies.
     scaling = {"rope_type": "linear", "factor": 2.0}
-    scaled = read("step3p7", **dict.fromkeys(later), **published, rope_scaling=scaling)
+    scaled = read("step3p7", **NOT_PUBLISHED, **PUBLISHED, rope_scaling=scaling)
     for old, new, factor in zip(step.attention, scaled.attention, (2, 1, 2), strict=True):
         assert new.rope.frequencies == pytest.approx([f / factor for f in old.rope.frequencies])
 
