@@ -48,9 +48,10 @@ def settle_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> None:
     """
     before = len(f"{prefix}.")
     names = {name[before:]: name for name in planner.tensors.under(f"{prefix}.")}
+    stems = {stem for stem, form in _STACKED_AS.items() if any(map(form.fullmatch, names))}
     changes: dict[str, Sequence[Change]] = {}
     for rest, name in names.items():
-        made = list(_change(planner, sizes, names, rest))
+        made = list(_change(planner, sizes, names, stems, rest))
         if made:
             info = planner.tensors.info(name)
             head = info.name.removesuffix(rest) if info.name.endswith(rest) else f"{prefix}."
@@ -61,8 +62,16 @@ def settle_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> None:
     planner.tensors.reform(changes)
 
 
-def _change(planner, sizes, names, rest) -> Iterator[Change]:
-    """Yield the tensors that one tensor becomes, with names below the experts' module."""
+def _change(planner, sizes, names, stems, rest) -> Iterator[Change]:
+    """Yield the tensors that one tensor becomes, with names below the experts' module.
+
+    Args:
+      planner: knows the tensors of the file.
+      sizes: those of the experts.
+      names: the name of each tensor below the experts' module -> its name in the file.
+      stems: the names of projections that the file stacks.
+      rest: one of `names`.
+    """
     info = planner.tensors.info(names[rest])
     each, stacked = _EACH.fullmatch(rest), _STACKED.fullmatch(rest)
     if each is not None and sizes.gated and not sizes.interleaved:
@@ -71,10 +80,11 @@ def _change(planner, sizes, names, rest) -> Iterator[Change]:
         yield from ((f"{expert}.{stem}.{leaf}", part) for stem, part in halves)
     elif stacked is not None:
         stem, join, leaf = stacked.groups()
-        yield from _change_stack(planner, sizes, names, info, (stem, join or "", leaf or ""))
+        parts = (stem, join or "", leaf or "")
+        yield from _change_stack(planner, sizes, names, stems, info, parts)
 
 
-def _change_stack(planner, sizes, names, info, parts) -> Iterator[Change]:
+def _change_stack(planner, sizes, names, stems, info, parts) -> Iterator[Change]:
     """Yield what one stack of all experts becomes, or nothing if it is known as it is."""
     stem, join, leaf = parts
     if sizes.interleaved and stem in ("w13", "w2"):
@@ -82,8 +92,8 @@ def _change_stack(planner, sizes, names, info, parts) -> Iterator[Change]:
     found = info
     if len(info.shape) == 2 and info.shape[0] > sizes.num_experts:
         found = _with_axis(info, sizes.num_experts)
-    apart = next((one for one in (_RAW, _SPLIT) if _stacks_apart(names, one, sizes)), None)
-    if stem == "w13" or (stem == "w2" and any(rest.startswith("w13") for rest in names)):
+    apart = next((one for one in (_RAW, _SPLIT) if _stacks_apart(stems, one, sizes)), None)
+    if stem == "w13" or (stem == "w2" and "w13" in stems):
         rows = {"w2": [_SPLIT.down]}.get(stem, _rows(sizes))
     elif apart is not None and stem in dataclasses.astuple(apart):
         rows = [stem]
@@ -123,12 +133,12 @@ def _packed_leaves(planner, names, stem) -> Mapping[str, str]:
     return {old: new for old, new in found.items() if f"{stem}_{old}" in names}
 
 
-def _stacks_apart(names, naming: Naming, sizes) -> bool:
+def _stacks_apart(stems, naming: Naming, sizes) -> bool:
     """Return whether the file stacks gate and up of all experts apart, under these names."""
     wanted = [naming.up, naming.down, *([naming.gate] if sizes.gated else [])]
     if not sizes.gated and naming is _SPLIT:
         return False  # up_proj and down_proj are read as they are
-    return all(any(_STACKED_AS[one].fullmatch(rest) for rest in names) for one in wanted)
+    return stems.issuperset(wanted)
 
 
 _STACKED_AS = {stem: re.compile(rf"{stem}(?:[._].+)?") for stem in _STEMS}

@@ -1,6 +1,7 @@
 """What the checkpoint formats have in common: names of tensors, and schemes of modules."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -169,7 +170,9 @@ class CheckpointFormat:
         return lower == self.quant_method or lower.startswith(f"{self.quant_method}_")
 
 
-def equivalent_names(module: str) -> list[str]:
+# Several lists of several sources ask for the names of one module, one after the other.
+@functools.lru_cache(maxsize=1024)
+def equivalent_names(module: str) -> tuple[str, ...]:
     """Return all names by which a quantization config may mean `module`, its own name first.
 
     Exporters disagree on the prefix of the language model, sometimes even with their own files.
@@ -189,7 +192,7 @@ def equivalent_names(module: str) -> list[str]:
         bare = [name.removeprefix(prefix) for name in names]
         names += [other + name for other in PREFIXES for name in bare]
         names += [name for name in bare if name.startswith(_LAYERS)]  # of DeepSeek-V4
-    return list(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names))
 
 
 def fused_name(module: str) -> str:
@@ -206,10 +209,16 @@ def shards(leaf: str) -> list[str]:
     return [shard for shard, fused in _FUSED.items() if fused == leaf]
 
 
-def parents(module: str) -> list[str]:
+def parents(module: str) -> tuple[str, ...]:
     """Return the modules that contain `module`, innermost first: "a.b", "a" for "a.b.c"."""
+    return _and_parents(module.rpartition(".")[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _and_parents(module):
+    """Return a module and those that contain it; the linears of one expert share them."""
     parts = module.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+    return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1) if module)
 
 
 def check_group_size(value: Any, source: str) -> None:

@@ -120,7 +120,7 @@ class CompressedAttention(HeadParallel):
 
     def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: the last tokens, and those of the compressed keys."""
-        shape = (batch, self.config.window, self.config.head_dim)
+        shape = (batch, min(self.config.window, max_length), self.config.head_dim)
         entries = {"tokens": jnp.zeros(shape, self.dtype)}
         for pool in self._pools():
             entries |= pool.empty_cache(batch, max_length)
@@ -167,10 +167,10 @@ class CompressedAttention(HeadParallel):
         """Return the last keys with the new ones, the index of each new key, and the entries."""
         if entries is None:
             return key, positions, None
-        window, span = self.config.window, Span.of(positions)
-        base = jnp.maximum(span.start - window, 0)
+        held, span = entries["tokens"].shape[1], Span.of(positions)
+        base = jnp.maximum(span.start - held, 0)
         recent = Recent.extend(entries["tokens"], base, key, positions)
-        kept = recent.keep(jnp.maximum(span.end - window, 0), window)
+        kept = recent.keep(jnp.maximum(span.end - held, 0), held)
         return recent.tokens, recent.places, {"tokens": kept}
 
     def _choose(self, x, latent, positions, visible, entries):

@@ -435,10 +435,10 @@ def test_our_own_declaration_is_understood(tmp_path, algorithm):
 
 def test_spellings_of_a_module():
     names = equivalent_names("language_model.model.layers.0.q_proj")
-    assert names[:2] == [
+    assert names[:2] == (
         "language_model.model.layers.0.q_proj",
         "language_model.model.layers.0.qkv_proj",
-    ]
+    )
     assert set(names) == {
         f"{prefix}layers.0.{name}" for prefix in (*PREFIXES, "") for name in ("q_proj", "qkv_proj")
     }
@@ -447,7 +447,7 @@ def test_spellings_of_a_module():
         "lm_head",
         *(f"{prefix}lm_head" for prefix in PREFIXES),
     }
-    assert equivalent_names("mtp.fc") == ["mtp.fc"]
+    assert equivalent_names("mtp.fc") == ("mtp.fc",)
     assert "model.layers.0.mlp.experts.3.gate_proj" in equivalent_names(
         "model.layers.0.block_sparse_moe.experts.3.w1"
     )

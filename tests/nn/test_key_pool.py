@@ -16,13 +16,13 @@ run = jax.jit(lambda module, *args: module(*args))
 
 
 @functools.cache
-def load_layers():
-    return load_model(CHECKPOINTS / "deepseek_v4-modelopt-w4a16", **EXACT).layers
+def load():
+    return load_model(CHECKPOINTS / "deepseek_v4-modelopt-w4a16", **EXACT)
 
 
 def pool_of(kind):
     """Return a pool, whose windows have 2 tokens with overlap, or 5 without."""
-    attention = load_layers()[2 if kind == "heavy" else 1].attention
+    attention = load().layers[2 if kind == "heavy" else 1].attention
     return attention.indexer.pool if kind == "index" else attention.pool
 
 
@@ -98,3 +98,19 @@ def test_a_cache_of_keys_in_uneven_pieces():
     assert read.tolist() == [13, 13]
     assert keys.shape == (2, 6, 16)
     assert relative(keys, np.asarray(whole[:, :6])) < BOUND
+
+
+@pytest.mark.parametrize("length", [2, 13])
+def test_a_cache_keeps_no_more_tokens_than_it_may_hold(length):
+    """The window of the layers is 3."""
+    model = load()
+    ids = np.arange(length, dtype=np.int32)[None] + 3
+    cache = model.init_cache(1, length)
+    kept = {entries["tokens"].shape[1] for entries in cache.layers}
+    assert kept == {min(length, model.layers[0].attention.config.window)}
+    found = []
+    for token in ids.T:
+        logits, cache = run(model, token[:, None], cache)
+        found.append(np.asarray(logits)[:, 0])
+    whole = np.asarray(run(model, ids))
+    assert relative(np.stack(found, axis=1), whole) < BOUND
