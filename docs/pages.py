@@ -76,7 +76,7 @@ PAGES = {
             "nn.saving",
             "inference.tokenizer",
         ),
-        ("nn.saving",),
+        ("nn.saving.saved_folder",),
         (
             "models.decoder.Decoder",
             "models.decoder.Cache",
@@ -89,18 +89,16 @@ PAGES = {
         "Flax NNX modules for your own models.",
         (
             "nn.linear",
-            "nn.moe",
             "nn.experts",
-            "nn.dense",
             "numerics.routing",
             "numerics.activations",
         ),
         more=(
-            "nn.token_router.TokenRouter",
-            "nn.moe.LatentProjections",
-            "nn.experts.FP8Experts",
-            "nn.experts.UnquantizedExperts",
-            "nn.experts.ExpertOptions",
+            "nn.experts.token_router.TokenRouter",
+            "nn.experts.moe.LatentProjections",
+            "nn.experts.routed_experts.FP8Experts",
+            "nn.experts.routed_experts.UnquantizedExperts",
+            "nn.experts.routed_experts.ExpertOptions",
         ),
     ),
     "ops": Page(

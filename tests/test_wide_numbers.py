@@ -15,7 +15,7 @@ from flax import nnx
 from given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.nn import experts
+from jax_nvfp4_moe.nn.experts import routed_experts
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel import DISPATCHES
@@ -108,7 +108,8 @@ def test_rounding_of_weights(algorithm):
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_a_block_over_a_mesh(dispatch, monkeypatch):
-    monkeypatch.setattr(experts, "check_platform", lambda *_: None)  # "ragged" runs on GPUs alone
+    # "ragged" runs on GPUs alone.
+    monkeypatch.setattr(routed_experts, "check_platform", lambda *_: None)
     mesh = jax.make_mesh((1, 1), ("expert", "tensor"))
     moe = nvfp4.NVFP4MoE(*SIZES.values(), top_k=2, mesh=mesh, dispatch=dispatch, rngs=nnx.Rngs(0))
     assert jax.eval_shape(moe, jnp.ones((3, 64), jnp.bfloat16)).dtype == jnp.bfloat16

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
-from jax_nvfp4_moe.nn.grouped_query import Attention
+from jax_nvfp4_moe.nn.attention.grouped_query import Attention
 
 CHECKPOINT = pathlib.Path(__file__).parent / "tiny-python-moe"
 TEXT = '''

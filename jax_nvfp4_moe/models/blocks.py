@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 
 
 def expert_blocks(model: Any) -> Iterator[tuple[str, NVFP4MoE]]:

@@ -16,13 +16,13 @@ from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.backends.moves import read_rows
 from jax_nvfp4_moe.models.scores import TokenScores, score_targets
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
-from jax_nvfp4_moe.nn.division import say_replicated
-from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
+from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.nn.keys import KeyTable
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.nn.packing import find_places, is_spread, pack, pack_like, spread
+from jax_nvfp4_moe.nn.sharding import say_replicated
 from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context

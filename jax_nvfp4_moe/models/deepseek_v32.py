@@ -22,15 +22,15 @@ from jax_nvfp4_moe.models.sparse import (
     read_grouped_router,
     read_layer_types,
 )
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.indexer import IndexerSizes
-from jax_nvfp4_moe.nn.keys import KeyTable, below
-from jax_nvfp4_moe.nn.latent_attention import MLAConfig, build_latent_attention
-from jax_nvfp4_moe.nn.norm import Residual
-from jax_nvfp4_moe.nn.sparse_latent_attention import (
+from jax_nvfp4_moe.nn.attention.indexer import IndexerSizes
+from jax_nvfp4_moe.nn.attention.latent_attention import MLAConfig, build_latent_attention
+from jax_nvfp4_moe.nn.attention.sparse_latent_attention import (
     FollowingLatentAttention,
     SparseLatentAttention,
 )
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.nn.norm import Residual
 
 FULL, SHARED = "full", "shared"
 _LETTERS = {"F": FULL, "S": SHARED}

@@ -26,19 +26,19 @@ from jax_nvfp4_moe.models.sparse import (
     read_top_k,
     require_experts,
 )
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.compressed_attention import (
+from jax_nvfp4_moe.nn.attention.compressed_attention import (
     CompressedAttention,
     CompressedConfig,
     build_compressed_attention,
 )
-from jax_nvfp4_moe.nn.gated_mlp import GatedMLP, build_gated_mlp
+from jax_nvfp4_moe.nn.attention.indexer import IndexerSizes
+from jax_nvfp4_moe.nn.attention.key_pool import PoolSizes
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP, build_gated_mlp
+from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.hyper_connections import HyperConnection, StreamCollapse, StreamSizes
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
-from jax_nvfp4_moe.nn.indexer import IndexerSizes
-from jax_nvfp4_moe.nn.key_pool import PoolSizes
 from jax_nvfp4_moe.nn.keys import KeyTable
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.numerics.rope import Rope

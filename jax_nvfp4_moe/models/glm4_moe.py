@@ -19,9 +19,9 @@ from jax_nvfp4_moe.models.sparse import (
     read_leading_dense,
     read_sparse,
 )
+from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.grouped_query import build_attention
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _EPS = 1e-5

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import MOST, Fields, is_index, read_rope
-from jax_nvfp4_moe.nn.grouped_query import GQAConfig
+from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig
 
 
 def read_grouped_query(

@@ -21,11 +21,11 @@ from jax_nvfp4_moe.models.sparse import (
     read_grouped_router,
     read_sparse,
 )
+from jax_nvfp4_moe.nn.attention.latent_attention import MLAConfig, build_latent_attention
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.keys import KeyTable, below
-from jax_nvfp4_moe.nn.kimi_delta import KimiDeltaSizes, build_kimi_delta
-from jax_nvfp4_moe.nn.latent_attention import MLAConfig, build_latent_attention
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.recurrent.kimi_delta import KimiDeltaSizes, build_kimi_delta
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LINEAR, _FULL = "linear_attention", "full_attention"

@@ -54,8 +54,8 @@ from jax_nvfp4_moe.models.decoder import Architecture, Decoder
 from jax_nvfp4_moe.models.refused import why_refused_family
 from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
 from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover
+from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.filling import fill, place
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.ops.moe import DTYPES
 from jax_nvfp4_moe.parallel import DISPATCHES

@@ -13,9 +13,9 @@ from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_window
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse, read_top_k
+from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.grouped_query import build_attention
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_local_experts", "num_experts")

@@ -19,9 +19,9 @@ from jax_nvfp4_moe.models.sparse import (
     read_sparse_step,
     read_top_k,
 )
+from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.grouped_query import build_attention
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_experts", "num_local_experts")

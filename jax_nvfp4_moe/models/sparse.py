@@ -8,8 +8,8 @@ from typing import Any
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.gated_mlp import GatedMLP, build_gated_mlp
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP, build_gated_mlp
+from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.activations import ActivationCall
 from jax_nvfp4_moe.numerics.routing import Router
 

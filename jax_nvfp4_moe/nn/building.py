@@ -19,13 +19,13 @@ from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.table import Source
 from jax_nvfp4_moe.checkpoint.values import CacheScales
+from jax_nvfp4_moe.nn.experts.token_router import TokenRouter
 from jax_nvfp4_moe.nn.keys import KeyTable, find_key
+from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear, find_runs, join_weights
+from jax_nvfp4_moe.nn.linear.scaled_linear import ScaledLinear
 from jax_nvfp4_moe.nn.linear_formats import make_linear
-from jax_nvfp4_moe.nn.merged_linear import MergedLinear, find_runs, join_weights
 from jax_nvfp4_moe.nn.norm import RMSNorm
-from jax_nvfp4_moe.nn.scaled_linear import ScaledLinear
 from jax_nvfp4_moe.nn.settings import Settings
-from jax_nvfp4_moe.nn.token_router import TokenRouter
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.experts import check_experts

@@ -3,9 +3,9 @@
 import dataclasses
 
 from jax_nvfp4_moe.checkpoint.values import LinearWeights
-from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
-from jax_nvfp4_moe.nn.linear import NVFP4Linear
-from jax_nvfp4_moe.nn.scaled_linear import ScaledLinear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
+from jax_nvfp4_moe.nn.linear.scaled_linear import ScaledLinear
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, mark

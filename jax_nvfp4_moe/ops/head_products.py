@@ -1,6 +1,6 @@
 """Products of heads with the matrices of latent attention: XLA's dot, or our kernels for few rows.
 
-`nn.latent_attention` calls them. The matrix of a head expands a latent to its keys or values.
+`nn.attention` calls them. The matrix of a head expands a latent to its keys or values.
 Instead of expanding latents, queries are multiplied by the matrices of keys, and the results of
 attention by the matrices of values.
 """

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import GROUP, FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
-from jax_nvfp4_moe.parallel.divided_variable import METADATA, DividedParam
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
+from jax_nvfp4_moe.parallel.sharded_variable import METADATA, DividedParam
 
 Axis = Literal["rows", "columns"]
 

@@ -22,7 +22,7 @@ from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.models.loading import LoadPlan
 from jax_nvfp4_moe.nn.building import ExpertPart
-from jax_nvfp4_moe.nn.experts import RoutedExperts, RoutedTokens
+from jax_nvfp4_moe.nn.experts.routed_experts import RoutedExperts, RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor

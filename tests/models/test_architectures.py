@@ -17,7 +17,7 @@ from given import CHECKPOINTS, MODELS, copy_with_config, reference_tensors
 from jax_nvfp4_moe import generate, load_moe
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.inference.prefill import empty_cache
-from jax_nvfp4_moe.nn.experts import RoutedTokens
+from jax_nvfp4_moe.nn.experts.routed_experts import RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
 
 # Bound of one block, from the README of the given checkpoints: float32 sums in another order.

@@ -13,9 +13,9 @@ from given import CHECKPOINTS, copy_with_config
 from jax_nvfp4_moe import CheckpointError, Target, load_model
 from jax_nvfp4_moe.models import deepseek_v3
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
-from jax_nvfp4_moe.nn import latent_attention
+from jax_nvfp4_moe.nn.attention import latent_attention
+from jax_nvfp4_moe.nn.attention.latent_attention import HeadMatrices
 from jax_nvfp4_moe.nn.intermediates import capture
-from jax_nvfp4_moe.nn.latent_attention import HeadMatrices
 
 DEEPSEEK = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
 LITE = CHECKPOINTS / "glm4_moe_lite-modelopt-w4a16"

@@ -19,10 +19,10 @@ from given import CHECKPOINTS, MODELS
 from plain_rounding import followed_choices, own_choices, rounded_modules
 
 from jax_nvfp4_moe import explain, load_model
-from jax_nvfp4_moe.nn.experts import RoutedTokens
-from jax_nvfp4_moe.nn.gated_delta_net import GatedDeltaNet
+from jax_nvfp4_moe.nn.experts.routed_experts import RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
-from jax_nvfp4_moe.nn.mamba2 import Mamba2
+from jax_nvfp4_moe.nn.recurrent.gated_delta_net import GatedDeltaNet
+from jax_nvfp4_moe.nn.recurrent.mamba2 import Mamba2
 from jax_nvfp4_moe.scheme import Scheme
 
 # Allowed ratio of the error to that of plain rounding, as root mean square over all logits. The

@@ -13,7 +13,7 @@ from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.models import scores
 from jax_nvfp4_moe.models.loading import abstract_model
 from jax_nvfp4_moe.models.scores import score_targets
-from jax_nvfp4_moe.nn.experts import RoutedTokens
+from jax_nvfp4_moe.nn.experts.routed_experts import RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.nn.experts import ExpertOptions
+from jax_nvfp4_moe.nn.experts.routed_experts import ExpertOptions
 from jax_nvfp4_moe.numerics.rounding import quantize_weight
 
 E, H, I = 4, 64, 32  # noqa: E741

@@ -11,7 +11,7 @@ from given import CHECKPOINTS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.models import glm4_moe, minimax_m2, mixtral, olmoe, qwen3_moe
-from jax_nvfp4_moe.nn.grouped_query import GQAConfig
+from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig
 
 MIXTRAL, OLMOE, GLM, MINIMAX = FOLDERS = [
     CHECKPOINTS / f"{name}-modelopt-w4a16"

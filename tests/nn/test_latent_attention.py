@@ -8,8 +8,8 @@ from divided_attention import load_attention
 from given import CHECKPOINTS
 
 from jax_nvfp4_moe.models import deepseek_v3
-from jax_nvfp4_moe.nn import latent_attention
-from jax_nvfp4_moe.nn.latent_attention import LatentAttention
+from jax_nvfp4_moe.nn.attention import latent_attention
+from jax_nvfp4_moe.nn.attention.latent_attention import LatentAttention
 
 TOKENS, ROOM = 48, 64
 

@@ -19,9 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
 from jax_nvfp4_moe.checkpoint.writing import sole_writer
-from jax_nvfp4_moe.nn import saving
-from jax_nvfp4_moe.nn.dense import NVFP4Param
-from jax_nvfp4_moe.nn.saving import LAYOUTS, restore, save
+from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
+from jax_nvfp4_moe.nn.saving import saved_folder
+from jax_nvfp4_moe.nn.saving.saved_folder import LAYOUTS, restore, save
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel import find_expert_mesh, shard_experts
 from jax_nvfp4_moe.testing import random_moe_params
@@ -288,7 +288,7 @@ def test_other_shapes_are_refused(tmp_path):
 
 LIMITED = f"""
 import resource, sys, jax
-from jax_nvfp4_moe.nn.saving import save
+from jax_nvfp4_moe.nn.saving.saved_folder import save
 from jax_nvfp4_moe.testing import random_moe_params
 
 params = random_moe_params(jax.random.key(0), **{LARGE})
@@ -383,9 +383,10 @@ def test_an_earlier_save_outlives_a_killed_process(after, tmp_path, monkeypatch)
     """The process ends before the record is renamed, or between that and the deletion."""
     save(tmp_path, small_tree(1))
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "_clear", lambda folder: None)  # a killed process deletes nothing
+        # A killed process deletes nothing.
+        patch.setattr(saved_folder, "_clear", lambda folder: None)
         if after == "arrays":
-            patch.setattr(saving, "_finish", lambda folder: None)
+            patch.setattr(saved_folder, "_finish", lambda folder: None)
         save(tmp_path, small_tree(2), overwrite=True)
     assert {"arrays", "arrays.next"} <= set(os.listdir(tmp_path))
     assert value_in(tmp_path) == {"arrays": 1, "record": 2}[after]

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from jax_nvfp4_moe import NVFP4Linear, NVFP4MoE, Target, quantize
-from jax_nvfp4_moe.nn.dense import DenseLinear
 from jax_nvfp4_moe.nn.intermediates import capture
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 
 HOPPER = Target("cuda", (9, 0))
 

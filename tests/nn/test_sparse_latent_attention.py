@@ -8,7 +8,7 @@ from divided_attention import load_attention
 from given import CHECKPOINTS
 
 from jax_nvfp4_moe.models import deepseek_v32
-from jax_nvfp4_moe.nn.latent_attention import LatentAttention
+from jax_nvfp4_moe.nn.attention.latent_attention import LatentAttention
 
 TOKENS = 12
 

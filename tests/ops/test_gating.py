@@ -23,7 +23,7 @@ from gating_suite import (
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends import reference
-from jax_nvfp4_moe.nn.dense import DenseLinear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 CUDA = nvfp4.Target("cuda", (9, 0))

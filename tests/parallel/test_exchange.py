@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ragged_emulation import emulate_ragged
 
 from jax_nvfp4_moe import Target
-from jax_nvfp4_moe.nn import experts
+from jax_nvfp4_moe.nn.experts import routed_experts
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel import ExpertMesh
 from jax_nvfp4_moe.parallel.dispatch import _count_updates
@@ -155,7 +155,7 @@ def test_a_ragged_exchange_equals_all_to_all(scheme, shape, count, near, pieces,
     x, one = tokens(count), block(scheme=scheme)
     expected = call(one(mesh=make_mesh(shape), dispatch="all_to_all"), x)
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulate_ragged)
-    monkeypatch.setattr(experts, "check_platform", lambda *_: None)
+    monkeypatch.setattr(routed_experts, "check_platform", lambda *_: None)
     with unittest.mock.patch.object(ExpertMesh, "in_one_process", return_value=near):
         # The function is new, because JAX would reuse the trace with the other number of pieces.
         found = jax.jit(lambda m, x: m(x))(one(mesh=make_mesh(shape), dispatch="ragged"), x)

@@ -11,7 +11,7 @@ from mixer_cases import TWO_LAYERS
 from resized import write_resized
 
 from jax_nvfp4_moe import NVFP4MoE, generate, load_model
-from jax_nvfp4_moe.nn import experts
+from jax_nvfp4_moe.nn.experts import routed_experts
 
 pytestmark = pytest.mark.eight_devices
 SIZES = {"top_k": 2, "dtype": jnp.float32}
@@ -30,7 +30,7 @@ SIZES = {"top_k": 2, "dtype": jnp.float32}
     ],
 )
 def test_a_layer_of_few_tokens(dispatch, tokens, monkeypatch):
-    monkeypatch.setattr(experts, "check_platform", lambda *_: None)
+    monkeypatch.setattr(routed_experts, "check_platform", lambda *_: None)
     mesh = make_mesh((8, 1))
     alone = NVFP4MoE(8, 64, 32, rngs=nnx.Rngs(0), **SIZES)
     over = NVFP4MoE(8, 64, 32, rngs=nnx.Rngs(0), mesh=mesh, dispatch=dispatch, **SIZES)

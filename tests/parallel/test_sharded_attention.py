@@ -17,8 +17,8 @@ from unquantized import dequantized
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.models import deepseek_v3, deepseek_v32, llama4, minimax_m2, olmoe
 from jax_nvfp4_moe.models.gemma4 import DenseMLP
-from jax_nvfp4_moe.nn.gated_mlp import GatedMLP
-from jax_nvfp4_moe.nn.grouped_query import Attention
+from jax_nvfp4_moe.nn.attention.grouped_query import Attention
+from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP
 from jax_nvfp4_moe.parallel import ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import divided_axes
 

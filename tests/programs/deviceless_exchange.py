@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.nn.dense import DenseLinear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 
 DEVICES, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 64, 4, 7168, 1024
 KERNELS = (

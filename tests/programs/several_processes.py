@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import generate, load_model, testing
 from jax_nvfp4_moe.inference import balance
-from jax_nvfp4_moe.nn import saving
+from jax_nvfp4_moe.nn.saving import saved_folder
 from jax_nvfp4_moe.parallel import find_expert_mesh, shard_experts
 from jax_nvfp4_moe.parallel import processes as distributed
 from jax_nvfp4_moe.parallel.placement import balance_experts
@@ -46,16 +46,16 @@ def save_with_others(folder):
         (folder / "used").mkdir(parents=True)
         (folder / "used" / "file").write_text("")
     try:
-        saving.save(folder / "used", experts)
+        saved_folder.save(folder / "used", experts)
     except ValueError as error:
         print(error, flush=True)
     if not distributed.is_first():
-        delay(saving, "_description", 1)
-    saving.save(folder / "free", experts)
-    written = (folder / "free" / saving.LAYOUTS).stat()
+        delay(saved_folder, "_description", 1)
+    saved_folder.save(folder / "free", experts)
+    written = (folder / "free" / saved_folder.LAYOUTS).stat()
     multihost_utils.sync_global_devices("all have saved")
-    assert (folder / "free" / saving.LAYOUTS).stat().st_mtime_ns == written.st_mtime_ns
-    restored = saving.restore(folder / "free", experts)
+    assert (folder / "free" / saved_folder.LAYOUTS).stat().st_mtime_ns == written.st_mtime_ns
+    restored = saved_folder.restore(folder / "free", experts)
     for new, old in zip(jax.tree.leaves(restored), jax.tree.leaves(experts), strict=True):
         for one, other in zip(new.addressable_shards, old.addressable_shards, strict=True):
             np.testing.assert_array_equal(one.data, other.data)

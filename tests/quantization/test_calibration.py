@@ -16,7 +16,7 @@ from young_objects import collects_new_objects_alone
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
-from jax_nvfp4_moe.nn.experts import RoutedTokens
+from jax_nvfp4_moe.nn.experts.routed_experts import RoutedTokens
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.quantization import calibration

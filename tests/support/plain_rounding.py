@@ -16,10 +16,10 @@ from jax import lax
 
 from jax_nvfp4_moe import NVFP4MoE
 from jax_nvfp4_moe.models.decoder import Decoder
-from jax_nvfp4_moe.nn.experts import RoutedTokens
-from jax_nvfp4_moe.nn.indexer import Indexer
+from jax_nvfp4_moe.nn.attention.indexer import Indexer
+from jax_nvfp4_moe.nn.experts.routed_experts import RoutedTokens
+from jax_nvfp4_moe.nn.experts.token_router import TokenRouter
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.token_router import TokenRouter
 
 # Methods by which a model runs its modules. Norms have one that adds to the residual stream.
 _CALLS = ("__call__", "normalize_sum")

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
-from jax_nvfp4_moe.parallel.divided_variable import DividedVariable
 from jax_nvfp4_moe.parallel.expert_mesh import first_shard_only
 from jax_nvfp4_moe.parallel.partition_specs import partition_specs
+from jax_nvfp4_moe.parallel.sharded_variable import DividedVariable
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, Target, rounds_to_fp8
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.sharding import divide
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.ops.gating import activate
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.cache import append
-from jax_nvfp4_moe.nn.attention import KEY_AXES, empty_entries, group_channels
+from jax_nvfp4_moe.nn.attention.grouped_query import Attention, GQAConfig
+from jax_nvfp4_moe.nn.attention.kv_cache import KEY_AXES, empty_entries, group_channels
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.grouped_query import Attention, GQAConfig
 from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.rope import rotate
 from jax_nvfp4_moe.ops.block_attention import BlockChoice, block_attention

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.heads import HeadOptions, normalize_heads, split_heads
-from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values, group_channels
+from jax_nvfp4_moe.nn.attention.kv_cache import KEY_AXES, build_keys_and_values, group_channels
 from jax_nvfp4_moe.nn.building import Builder, as_stored
-from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.nn.sharding import divide
 from jax_nvfp4_moe.numerics.norms import mean_square, normalize
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.ops.causal_attention import attention
@@ -300,7 +300,7 @@ def build_heads(config: Any, path: str, make: Builder, attention: Any = Attentio
             "out": ShardSpec("columns", shards),
             "sinks": rows,
             "gate": rows,  # one gate for each query head
-            # The indexer of `nn.block_sparse` has a query for each key head, and one key.
+            # The indexer of `nn.attention.block_sparse` has a query for each key head, and one key.
             "index.q": kv_rows,
             "index.k": None,
             **norms,

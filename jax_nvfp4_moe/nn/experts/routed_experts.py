@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
 from jax_nvfp4_moe.backends.resolution import resolve_again
-from jax_nvfp4_moe.nn.dense import NVFP4Param, find_activation_scaling
 from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param, find_activation_scaling
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.arguments import check_kind
 from jax_nvfp4_moe.numerics.routing import narrow_ids

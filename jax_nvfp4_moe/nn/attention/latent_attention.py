@@ -16,14 +16,14 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.backends.latents import rotate_key
-from jax_nvfp4_moe.nn.attention import build_keys_and_values, empty_entries
+from jax_nvfp4_moe.nn.attention.indexer import IndexerSizes
+from jax_nvfp4_moe.nn.attention.kv_cache import build_keys_and_values, empty_entries
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
-from jax_nvfp4_moe.nn.division import divide
-from jax_nvfp4_moe.nn.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.intermediates import is_recorded, record
-from jax_nvfp4_moe.nn.linear import NVFP4Linear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.packing import is_spread, pack_like, spread
+from jax_nvfp4_moe.nn.sharding import divide
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
@@ -34,7 +34,7 @@ from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
-# New tokens of a row up to which one kernel prepares latents, as for heads (nn/grouped_query.py).
+# New tokens of a row up to which one kernel prepares latents, as for heads in `grouped_query`.
 _FEW_TOKENS = 8
 # Bytes up to which latents are expanded for all heads at once.
 _EXPANDED_BYTES = 1 << 30

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jax_nvfp4_moe.backends.cache import append
-from jax_nvfp4_moe.nn.attention import empty_entries
+from jax_nvfp4_moe.nn.attention.indexer import Indexer
+from jax_nvfp4_moe.nn.attention.kv_cache import empty_entries
+from jax_nvfp4_moe.nn.attention.latent_attention import LatentAttention, MLAConfig
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.indexer import Indexer
-from jax_nvfp4_moe.nn.latent_attention import LatentAttention, MLAConfig
 
 
 class SparseLatentAttention(LatentAttention):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
 from jax_nvfp4_moe.numerics.arguments import as_array, check_kind, check_size
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor, quantize, quantize_by

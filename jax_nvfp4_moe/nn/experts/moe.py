@@ -10,17 +10,17 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.nn.dense import DenseLinear
-from jax_nvfp4_moe.nn.experts import (
+from jax_nvfp4_moe.nn.experts.routed_experts import (
     ExpertOptions,
     RoutedExperts,
     check_tokens,
     make_experts,
     quantize_kernels,
 )
+from jax_nvfp4_moe.nn.experts.token_router import TokenRouter, check_parts, one_router
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.linear import check_rngs, random_matrix
-from jax_nvfp4_moe.nn.token_router import TokenRouter, check_parts, one_router
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.nn.linear.nvfp4_linear import check_rngs, random_matrix
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.numerics.arguments import check_kind, check_size
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
@@ -77,8 +77,8 @@ class NVFP4MoE(nnx.Module):
     them. Gradients flow to the input and to the router.
 
     Attributes:
-      experts: `nn.experts.RoutedExperts`. ``moe.experts(x, expert_ids, expert_weights)`` runs the
-        routed experts alone. If the block has latent projections, `x` has the latent width.
+      experts: `RoutedExperts`. ``moe.experts(x, expert_ids, expert_weights)`` runs the routed
+        experts alone. If the block has latent projections, `x` has the latent width.
       token_router: `nn.TokenRouter`, a module of your own, or None; see the constructor. You may
         replace it.
       shared_experts: module, or None; see the constructor.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.nn.linear import (
+from jax_nvfp4_moe.nn.linear.nvfp4_linear import (
     check_rngs,
     check_shape,
     random_matrix,

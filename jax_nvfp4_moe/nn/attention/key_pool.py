@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.backends.cache import append
-from jax_nvfp4_moe.nn.attention import empty_entries
+from jax_nvfp4_moe.nn.attention.kv_cache import empty_entries
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.packing import spread
 from jax_nvfp4_moe.numerics.rope import Rope, rotate_last

@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.nn.sharding import divide
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.mamba2 import mamba2_scan

@@ -21,12 +21,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.nn.attention import group_channels
+from jax_nvfp4_moe.nn.attention.indexer import Indexer, IndexerSizes
+from jax_nvfp4_moe.nn.attention.key_pool import KeyPool, PoolSizes, Recent, Span
+from jax_nvfp4_moe.nn.attention.kv_cache import group_channels
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.division import divide
-from jax_nvfp4_moe.nn.indexer import Indexer, IndexerSizes
-from jax_nvfp4_moe.nn.key_pool import KeyPool, PoolSizes, Recent, Span
 from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.nn.sharding import divide
 from jax_nvfp4_moe.numerics.norms import normalize_plainly
 from jax_nvfp4_moe.numerics.rope import Rope, rotate_last
 from jax_nvfp4_moe.ops.causal_attention import attention

@@ -11,7 +11,7 @@ from jax_nvfp4_moe.backends.attention import widen
 from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
-from jax_nvfp4_moe.parallel.divided_variable import DividedVariable
+from jax_nvfp4_moe.parallel.sharded_variable import DividedVariable
 
 # Name of a cache entry of `KeysAndValues` -> its axis of heads.
 KEY_AXES: Mapping[str, int | None] = {"k": 1, "v": 1}

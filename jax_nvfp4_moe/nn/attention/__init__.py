@@ -1,0 +1,1 @@
+"""Attention modules, their sparse forms, and the cache of keys and values."""

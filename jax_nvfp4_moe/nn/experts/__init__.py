@@ -1,0 +1,1 @@
+"""Layers with experts: the router, the routed experts, and gated MLPs."""

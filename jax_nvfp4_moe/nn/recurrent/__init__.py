@@ -1,0 +1,1 @@
+"""Token mixers that carry a state from token to token."""

@@ -1,0 +1,1 @@
+"""Save, restore and reshard modules and weights."""
