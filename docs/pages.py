@@ -90,6 +90,7 @@ PAGES = {
         (
             "nn.linear",
             "nn.experts",
+            "nn.variables",
             "numerics.routing",
             "numerics.activations",
         ),

@@ -27,9 +27,9 @@ from jax_nvfp4_moe.models.loading import load_model, load_moe
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.experts.routed_experts import NVFP4Experts
 from jax_nvfp4_moe.nn.explanation import explain
-from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.saving.saved_folder import restore, save
+from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, quantize, quantize_experts

@@ -19,7 +19,8 @@ from jax_nvfp4_moe.cli.output import table
 from jax_nvfp4_moe.models.loading import LoadPlan, abstract_model, list_architectures
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedExperts
 from jax_nvfp4_moe.nn.explanation import explain
-from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor

@@ -19,7 +19,8 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.nn.keys import KeyTable
-from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.nn.packing import find_places, is_spread, pack, pack_like, spread
 from jax_nvfp4_moe.nn.sharding import say_replicated

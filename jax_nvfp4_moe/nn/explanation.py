@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from jax_nvfp4_moe.backends.resolution import explain_plan, resolve, resolve_again
-from jax_nvfp4_moe.nn.linear.dense_linear import FP8Linear
+from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.numerics.arguments import check_kind
 from jax_nvfp4_moe.ops.dense import explain_fp8
 from jax_nvfp4_moe.scheme import Choice, Plan, Problem, Target

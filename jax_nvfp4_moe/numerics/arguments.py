@@ -154,3 +154,18 @@ def check_size(name: str, size: Any, multiple: int = 1) -> None:
         wanted = f"a positive multiple of {multiple}" if multiple > 1 else "at least 1"
         why = ", the size of an NVFP4 block" if multiple > 1 else ""
         raise ValueError(f"{name}: expected {wanted}{why}, got {size}")
+
+
+def check_shape(name, shape, expected):
+    """Check the shape of an argument.
+
+    Args:
+      name: name of the argument, for the message.
+      shape: its shape.
+      expected: the shape that it must have.
+
+    Raises:
+      ValueError: the shapes differ.
+    """
+    if tuple(shape) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(shape)}")

@@ -22,8 +22,8 @@ from flax import nnx
 
 from jax_nvfp4_moe.nn.experts.routed_experts import NVFP4Experts, RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import listen
-from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
+from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.ops.preparation import plan_with_input_scales

@@ -16,7 +16,8 @@ from jax_nvfp4_moe import CheckpointError, explain, generate, load_model, load_m
 from jax_nvfp4_moe.checkpoint import open_checkpoint
 from jax_nvfp4_moe.checkpoint.export import write_checkpoint, write_safetensors
 from jax_nvfp4_moe.cli.inspection import inspect
-from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
 

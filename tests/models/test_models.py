@@ -26,7 +26,7 @@ from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
 from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.loading import abstract_model
-from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
+from jax_nvfp4_moe.nn.variables import NVFP4Param
 
 QWEN = CHECKPOINTS / "qwen3moe-modelopt-w4a16"
 DEEPSEEK = CHECKPOINTS / "deepseekv3-modelopt-w4a4"

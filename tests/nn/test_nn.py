@@ -21,7 +21,8 @@ from jax_nvfp4_moe import (
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.nn.experts.moe import LatentProjections
 from jax_nvfp4_moe.nn.experts.token_router import RouterCorrection
-from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, NVFP4Param
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router, route
 from jax_nvfp4_moe.testing import (

@@ -19,7 +19,7 @@ from unquantized import first_layer_dequantized
 
 from jax_nvfp4_moe import load_model, restore, save
 from jax_nvfp4_moe.checkpoint.synthetic import write_synthetic
-from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
+from jax_nvfp4_moe.nn.variables import NVFP4Param
 
 pytestmark = pytest.mark.eight_devices
 

@@ -19,9 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
 from jax_nvfp4_moe.checkpoint.writing import sole_writer
-from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
 from jax_nvfp4_moe.nn.saving import saved_folder
 from jax_nvfp4_moe.nn.saving.saved_folder import LAYOUTS, restore, save
+from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel import find_expert_mesh, shard_experts
 from jax_nvfp4_moe.testing import random_moe_params

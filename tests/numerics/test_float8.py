@@ -10,7 +10,8 @@ from flax import nnx
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.explanation import find_plans
-from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, fake_round_fp8, round_fp8
 from jax_nvfp4_moe.numerics.tensor import DenseExperts

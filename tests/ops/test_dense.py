@@ -12,7 +12,8 @@ import pytest
 
 from jax_nvfp4_moe import NVFP4Linear, Target, explain, quantize
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.chain import chain_calls

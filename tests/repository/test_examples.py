@@ -10,7 +10,7 @@ from host_devices import make_mesh
 
 from jax_nvfp4_moe import load_model, load_tokenizer, quantize_experts
 from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx
-from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
+from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 

@@ -22,7 +22,8 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.nn.attention.kv_cache import group_channels
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.packing import spread
 from jax_nvfp4_moe.numerics.norms import layer_normalize
 from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate

@@ -20,7 +20,7 @@ from jax_nvfp4_moe.nn.experts.routed_experts import (
 from jax_nvfp4_moe.nn.experts.token_router import TokenRouter, check_parts, one_router
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
-from jax_nvfp4_moe.nn.linear.nvfp4_linear import check_rngs, random_matrix
+from jax_nvfp4_moe.nn.random_weights import check_rngs, random_matrix
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.numerics.arguments import check_kind, check_size
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK

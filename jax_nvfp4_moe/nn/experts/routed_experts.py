@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jax_nvfp4_moe.backends.resolution import resolve_again
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param, find_activation_scaling
+from jax_nvfp4_moe.nn.linear.fp8_linear import find_activation_scaling
+from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.arguments import check_kind
 from jax_nvfp4_moe.numerics.routing import narrow_ids

@@ -8,14 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.nn.linear.nvfp4_linear import (
-    check_rngs,
-    check_shape,
-    random_matrix,
-    read_value,
-    wrap_value,
-)
-from jax_nvfp4_moe.numerics.arguments import check_kind, check_size
+from jax_nvfp4_moe.nn.random_weights import check_rngs, random_matrix
+from jax_nvfp4_moe.nn.variables import read_value, wrap_value
+from jax_nvfp4_moe.numerics.arguments import check_kind, check_shape, check_size
 from jax_nvfp4_moe.numerics.routing import Router, check_experts, weigh
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.moe import check_dtype

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.checkpoint.values import LinearWeights
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.linear.dense_linear import find_activation_scaling
+from jax_nvfp4_moe.nn.linear.fp8_linear import find_activation_scaling
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor

@@ -1,19 +1,18 @@
-"""NVFP4Linear, and helpers that modules with NVFP4 weights share."""
+"""NVFP4Linear: a linear layer whose weight matrix is stored in NVFP4."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
-from jax_nvfp4_moe.numerics.arguments import as_array, check_kind, check_size
+from jax_nvfp4_moe.nn.random_weights import check_rngs, random_tensor
+from jax_nvfp4_moe.nn.variables import NVFP4Param, read_bias, read_value, wrap_scale, wrap_value
+from jax_nvfp4_moe.numerics.arguments import as_array, check_kind, check_shape, check_size
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor, quantize, quantize_by
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor, quantize_by
 from jax_nvfp4_moe.ops.moe import check_dtype
 from jax_nvfp4_moe.ops.preparation import (
     convert,
@@ -23,7 +22,6 @@ from jax_nvfp4_moe.ops.preparation import (
     plan_with_input_scales,
 )
 from jax_nvfp4_moe.ops.products import linear
-from jax_nvfp4_moe.parallel.expert_mesh import first_shard_only
 from jax_nvfp4_moe.scheme import Scheme, Target
 
 
@@ -206,7 +204,7 @@ class NVFP4Linear(nnx.Module):
             x.astype(self.dtype),
             self.weight.get_value(),
             input_scale=read_value(self.input_scale),
-            bias=self._own_bias(),
+            bias=read_bias(self),
             plan=self.plan,
         )
 
@@ -229,13 +227,6 @@ class NVFP4Linear(nnx.Module):
         self.weight.set_value(convert_stacked(weight, plan.layout, weight.packed.ndim - 2))
         self.input_scale, self.plan = wrap_scale(scale), plan
 
-    def _own_bias(self):
-        """Return the bias that this shard adds."""
-        bias = read_value(self.bias)
-        if bias is None or self.bias_axis is None:
-            return bias
-        return first_shard_only(bias, self.bias_axis)
-
     @property
     def scheme(self) -> Scheme | None:
         """The scheme that runs: how activations enter the product."""
@@ -256,66 +247,3 @@ def _check_input_scale(input_scale, scheme):
             "input_scale: scheme w4a4 needs the global scale of the activations, amax / 2688; got "
             "None. Pass it, or use scheme w4a4_unit_scale or w4a4_token_scale, which do not need it"
         )
-
-
-def read_value(variable):
-    """Return the array that `variable` holds, or None if `variable` is None."""
-    return None if variable is None else variable.get_value()
-
-
-def wrap_value(kind, value):
-    """Return a variable of class `kind` that holds an array, or None if `value` is None."""
-    return None if value is None else kind(jnp.asarray(value))
-
-
-def wrap_scale(value):
-    """Return `value` as an `NVFP4Param` in float32, or None if `value` is None."""
-    return None if value is None else NVFP4Param(jnp.asarray(value, jnp.float32))
-
-
-def check_shape(name, shape, expected):
-    """Check the shape of an argument.
-
-    Args:
-      name: name of the argument, for the message.
-      shape: its shape.
-      expected: the shape that it must have.
-
-    Raises:
-      ValueError: the shapes differ.
-    """
-    if tuple(shape) != tuple(expected):
-        raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(shape)}")
-
-
-def check_rngs(rngs, **weights):
-    """Check that `rngs` is present if any weight has to be drawn at random.
-
-    Args:
-      rngs: `nnx.Rngs`, or None.
-      **weights: name -> weight that the caller passed, or None.
-
-    Raises:
-      TypeError: `rngs` is something else.
-      ValueError: `rngs` and at least one weight are None; names all missing weights.
-    """
-    if rngs is not None and not hasattr(rngs, "params"):
-        raise TypeError(
-            f"rngs: expected an nnx.Rngs, such as nnx.Rngs(0); got {type(rngs).__name__}"
-        )
-    missing = [name for name, value in weights.items() if value is None]
-    if missing and rngs is None:
-        raise ValueError(
-            "rngs: expected an nnx.Rngs to draw random weights from, or the weights themselves: "
-            f"{', '.join(missing)}; got None"
-        )
-
-
-def random_matrix(shape, rngs):
-    """Return float32 normal values of variance ``1 / k``, where k is the last entry of `shape`."""
-    return jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[-1])
-
-
-def random_tensor(shape, rngs):
-    """Return the values of `random_matrix` as an `NVFP4Tensor`."""
-    return quantize(random_matrix(shape, rngs))

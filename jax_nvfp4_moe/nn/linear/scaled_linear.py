@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.nn.linear.dense_linear import NVFP4Param
+from jax_nvfp4_moe.nn.variables import NVFP4Param
 
 
 class ScaledLinear(nnx.Module):
