@@ -87,10 +87,10 @@ def inspect_command(
                 f"--scheme: expected at most one without --errors, got {only}, {others[0]}"
             )
         try:
-            plan = abstract_model(path, scheme=only, dtype=dtype)
+            load = abstract_model(path, scheme=only, dtype=dtype)
         except CheckpointError as error:
             raise report_refused(path, error, as_json) from error
-        _show(path, plan, as_json, plot)
+        _show(path, load, as_json, plot)
         return
     ids, words = _sample(path, text, tokens)
     found = measure_errors(
@@ -113,15 +113,15 @@ def inspect_command(
     show("\n".join([escape_line(title), "", *table(error_rows(found, words))]))
 
 
-def _show(path, plan, as_json, plot) -> None:
+def _show(path, load, as_json, plot) -> None:
     """Print what a checkpoint contains, and draw it if the user asks for a picture."""
     if plot is not None:
-        modules = measure_bytes(plan.model)
+        modules = measure_bytes(load.model)
         with drawing(plot, chart_size(modules)) as figure:
             folder = expand_home(path)
             draw_bytes(figure, modules, folder.resolve().name if folder.is_dir() else str(path))
         say(f"wrote {plot}")
-    show(to_json(bytes_report(path, plan)) if as_json else describe(path, plan))
+    show(to_json(bytes_report(path, load)) if as_json else describe(path, load))
 
 
 def _only_with_errors(**options):

@@ -48,11 +48,11 @@ def inspect(path: str | pathlib.Path, *, scheme: str | None = None, dtype="bfloa
     return describe(path, abstract_model(path, scheme=scheme, dtype=dtype))
 
 
-def describe(path: str | pathlib.Path, plan: LoadPlan) -> str:
+def describe(path: str | pathlib.Path, load: LoadPlan) -> str:
     """Describe a checkpoint whose headers have been read, as text; see `inspect`."""
-    model, kinds = plan.model, _kinds(plan.model)
+    model, kinds = load.model, _kinds(load.model)
     parts = [*map(escape_line, _header(path)), "", *table(_rows(model)), ""]
-    parts += [*table(_decided(plan.decisions)), "", *_choices(kinds)]
+    parts += [*table(_decided(load.decisions)), "", *_choices(kinds)]
     return "\n".join(parts)
 
 
@@ -93,19 +93,19 @@ def measure_bytes(model: nnx.Module) -> list[ModuleBytes]:
     return found + others
 
 
-def bytes_report(path: str | pathlib.Path, plan: LoadPlan) -> dict[str, Any]:
+def bytes_report(path: str | pathlib.Path, load: LoadPlan) -> dict[str, Any]:
     """Return what a checkpoint contains, as values for JSON.
 
     Args:
       path: folder of the checkpoint.
-      plan: plan from `models.loading.abstract_model`.
+      load: what the load found, from `models.loading.abstract_model`.
 
     Returns:
       A dictionary. "path", "architectures", "tensors" and "file_bytes" describe the files.
       "loaded_bytes" is the size of the model. "modules" lists the fields of each `ModuleBytes`,
       with `nbytes` under the name "bytes".
     """
-    found = measure_bytes(plan.model)
+    found = measure_bytes(load.model)
     modules = [dataclasses.asdict(one) for one in found]
     for module in modules:
         module["bytes"] = module.pop("nbytes")

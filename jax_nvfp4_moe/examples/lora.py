@@ -33,7 +33,7 @@ def add_lora(model, rank, rngs):
       rngs: `nnx.Rngs` for their initial values.
 
     Raises:
-      ValueError: a layer has a mixer that is not grouped-query attention, or the heads are divided
+      ValueError: a layer has a mixer that is not grouped-query attention, or the heads are sharded
         along the mesh axis "tensor". The model is then unchanged.
     """
     check_attention(model)
@@ -60,7 +60,7 @@ def check_attention(model):
     others = [f"{path} {type(one).__name__}" for path, one in mixers.items() if not _is_taken(one)]
     if others:
         raise ValueError(
-            "model: add_lora takes layers with grouped-query attention whose heads are not divided "
+            "model: add_lora takes layers with grouped-query attention whose heads are not sharded "
             f'along the mesh axis "tensor"; got {", ".join(others)}. Load the model without the '
             "axis, or wrap the linears of these layers in nnx.LoRA yourself"
         )
@@ -68,8 +68,8 @@ def check_attention(model):
 
 def _is_taken(mixer):
     """Return whether `add_lora` can take a mixer."""
-    divided = getattr(mixer, "expert_mesh", None)
-    return isinstance(mixer, Attention) and (divided is None or divided.tensor == 1)
+    sharded = getattr(mixer, "expert_mesh", None)
+    return isinstance(mixer, Attention) and (sharded is None or sharded.tensor == 1)
 
 
 def loss(model, ids):

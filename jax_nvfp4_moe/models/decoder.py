@@ -22,7 +22,7 @@ from jax_nvfp4_moe.nn.keys import KeyTable
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
-from jax_nvfp4_moe.nn.packing import find_places, is_spread, pack, pack_like, spread
+from jax_nvfp4_moe.nn.packing import find_places, is_unpacked, pack, pack_like, unpack
 from jax_nvfp4_moe.nn.sharding import say_replicated
 from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
 from jax_nvfp4_moe.ops.dense import dense
@@ -136,12 +136,12 @@ class Decoder(nnx.Module):
       layers: `DecoderLayer` modules, or modules with the same methods.
       norm: the norm before the head.
       head: the linear that makes logits. None means that the embedding's weights make them.
-      expert_mesh: the mesh over which embedding and head are divided along the vocabulary. None
-        means that they are not divided. Static.
+      expert_mesh: the mesh over which embedding and head are sharded along the vocabulary. None
+        means that they are not sharded. Static.
       stop_ids: the ids that end a text, which `generate` takes unless it is given others.
         `load_model` reads them from the checkpoint; otherwise there are none. Static.
-      rows_mesh: the mesh whose axis `data` divides the rows of a batch. None, the default, means
-        that they are not divided. Static.
+      rows_mesh: the mesh whose axis `data` shards the rows of a batch. None, the default, means
+        that they are not sharded. Static.
     """
 
     rows_mesh: ExpertMesh | None = None
@@ -166,8 +166,8 @@ class Decoder(nnx.Module):
           norm: the norm before the head.
           head: the linear that makes logits. None uses the weights of the embedding (tied).
           dtype: the dtype of activations, dense weights and cache.
-          expert_mesh: the mesh over which the rows of embedding and head are divided. None means
-            that they are not divided.
+          expert_mesh: the mesh over which the rows of embedding and head are sharded. None means
+            that they are not sharded.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -199,10 +199,10 @@ class Decoder(nnx.Module):
                 f"more for lengths that are rounded up; got {max_length}"
             )
         layers = tuple(layer.init_cache(batch, max_length) for layer in self.layers)
-        return self._divide_rows(Cache(layers, jnp.zeros(batch, jnp.int32), max_length))
+        return self._shard_rows(Cache(layers, jnp.zeros(batch, jnp.int32), max_length))
 
-    def _divide_rows(self, tree):
-        """Return arrays whose rows are divided along `data`, on a mesh that does so."""
+    def _shard_rows(self, tree):
+        """Return arrays whose rows are sharded along `data`, on a mesh that does so."""
         return tree if self.rows_mesh is None else self.rows_mesh.shard_rows(tree)
 
     def __call__(
@@ -229,7 +229,7 @@ class Decoder(nnx.Module):
           num_tokens: a Python integer, at least the number of true tokens of all rows together.
             Norms, linear layers and experts then compute so many tokens, without the rest of the
             padding. None, the default, computes all tokens. Has no effect without `lengths`, or
-            if a mesh divides the rows.
+            if a mesh shards the rows.
 
         Values are checked if they are known: outside of ``jax.jit``, and for arrays that this
         process holds as a whole. A trace cannot raise an error for a value. Inside a trace, values
@@ -257,8 +257,8 @@ class Decoder(nnx.Module):
         if logits_at is not None:
             stream = _take_one(stream, positions, logits_at)
         logits = self._logits(self.close_stream(stream))
-        logits = logits if logits_at is not None else spread(logits, positions)
-        logits = self._divide_rows(logits)
+        logits = logits if logits_at is not None else unpack(logits, positions)
+        logits = self._shard_rows(logits)
         return logits if cache is None else (logits, cache)
 
     def score(
@@ -300,7 +300,7 @@ class Decoder(nnx.Module):
         x = self.close_stream(stream)
         targets = pack_like(jnp.asarray(targets, jnp.int32), positions, x)
         scores = score_targets(self._logits, x, targets)
-        scores = TokenScores(*(spread(each, positions) for each in scores))
+        scores = TokenScores(*(unpack(each, positions) for each in scores))
         return scores if cache is None else (scores, cache)
 
     def _read(self, input_ids, cache, lengths, num_tokens):
@@ -308,7 +308,7 @@ class Decoder(nnx.Module):
         _check_values(self.config, input_ids, cache, lengths, num_tokens)
         input_ids = jnp.asarray(input_ids, jnp.int32)  # int8 cannot index a large vocabulary
         lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
-        input_ids, lengths = self._divide_rows((input_ids, lengths))
+        input_ids, lengths = self._shard_rows((input_ids, lengths))
         b, t = input_ids.shape
         start = jnp.zeros(b, jnp.int32) if cache is None else cache.lengths
         steps = jnp.arange(t, dtype=jnp.int32)[None, :]
@@ -317,7 +317,7 @@ class Decoder(nnx.Module):
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
         packs = lengths is not None and num_tokens is not None and num_tokens < b * t
-        # Packed tokens of all rows have no rows that a mesh could divide.
+        # Packed tokens of all rows have no rows that a mesh could shard.
         packs = packs and (self.rows_mesh is None or self.rows_mesh.rows(b) is None)
         packed = pack(input_ids, positions, max(num_tokens, 1) if packs else None)
         stream = self.open_stream(table, packed)
@@ -329,7 +329,7 @@ class Decoder(nnx.Module):
             entries.append(entry)
         if cache is not None:
             grown = start + (t if lengths is None else lengths)
-            cache = self._divide_rows(Cache(tuple(entries), grown, cache.max_length))
+            cache = self._shard_rows(Cache(tuple(entries), grown, cache.max_length))
         return stream, positions, cache
 
     def embed(self, table, input_ids):
@@ -397,7 +397,7 @@ def _score(head, x, *, target):
 def _take_one(stream, positions, at):
     """Return what the last layer hands on ``[b, 1, ...]``, at indices `at` of the rows."""
     at = at[:, None]
-    if is_spread(stream.x, positions):
+    if is_unpacked(stream.x, positions):
         return jax.tree.map(
             lambda x: jnp.take_along_axis(x, jnp.expand_dims(at, range(2, x.ndim)), axis=1), stream
         )
@@ -536,7 +536,7 @@ def build_around(
 ) -> Decoder:
     """Make a model of layers that a function builds: add the embedding, the last norm and the head.
 
-    The rows of embedding and head are divided along the mesh axis `tensor` if it divides their
+    The rows of embedding and head are sharded along the mesh axis `tensor` if it divides their
     number.
 
     Args:
@@ -555,7 +555,7 @@ def build_around(
         say_replicated("the vocabulary", settings.shards, reason)
     elif settings.shards > 1:
         spec = ShardSpec("rows", settings.shards)
-        vocabulary, rows = make.divided({"embedding": spec, "head": spec}), rows // settings.shards
+        vocabulary, rows = make.sharded({"embedding": spec, "head": spec}), rows // settings.shards
         expert_mesh = settings.expert_mesh
     embedding = vocabulary.variable("embedding", (rows, h))
     layers = [build_layer(layer) for layer in range(config.num_layers)]

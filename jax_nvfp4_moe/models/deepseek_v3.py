@@ -112,7 +112,7 @@ def read_model(
 
 
 def build_attention(config: SparseConfig, layer: int, make: Builder):
-    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
+    """Make the attention of `layer`, whose heads are sharded along the mesh axis `tensor`."""
     return build_latent_attention(config.attention, f"layers.{layer}.attention", make)
 
 

@@ -157,7 +157,7 @@ def _read_attention(fields, config, heads, interleaved) -> MLAConfig:
 
 
 def build_attention(config: SparseConfig, layer: int, make: Builder):
-    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
+    """Make the attention of `layer`, whose heads are sharded along the mesh axis `tensor`."""
     shared = config.attention.is_shared(layer)
     kind = FollowingLatentAttention if shared else SparseLatentAttention
     return build_latent_attention(config.attention.latent, f"layers.{layer}.attention", make, kind)

@@ -293,7 +293,7 @@ class StreamDecoder(Decoder):
 
 
 def build_attention(config: DeepseekV4Config, layer: int, make: Builder) -> CompressedAttention:
-    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
+    """Make the attention of `layer`, whose heads are sharded along the mesh axis `tensor`."""
     return build_compressed_attention(config.attention[layer], f"layers.{layer}.attention", make)
 
 

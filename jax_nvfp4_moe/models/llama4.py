@@ -22,7 +22,7 @@ from jax_nvfp4_moe.nn.attention.kv_cache import KEY_AXES, build_keys_and_values,
 from jax_nvfp4_moe.nn.building import Builder, as_stored
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.nn.packing import pack_like, unpack
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.ops.causal_attention import attention
@@ -212,7 +212,7 @@ class Attention(HeadParallel):
     def mix(self, x, positions, entries):
         """Attend from tokens `x`; return the shape of `x` and the updated cache entries."""
         config = self.config
-        heads = group_channels(spread(self.qkv(x), positions), config.head_dim)
+        heads = group_channels(unpack(self.qkv(x), positions), config.head_dim)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
         if self.rotated:
             qk = self._rotate(qk, positions)
@@ -253,7 +253,7 @@ def _grow(q, positions, scale, floor):
 
 
 def build_attention(config: Llama4Config, layer: int, make: Builder):
-    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
+    """Make the attention of `layer`, whose heads are sharded along the mesh axis `tensor`."""
 
     def attention(sizes, make, path):
         return Attention(sizes, layer, make, path)

@@ -61,7 +61,7 @@ from jax_nvfp4_moe.ops.moe import DTYPES
 from jax_nvfp4_moe.parallel import DISPATCHES
 from jax_nvfp4_moe.parallel.dispatch import check_platform
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, find_expert_mesh
-from jax_nvfp4_moe.parallel.partition_specs import note_divided
+from jax_nvfp4_moe.parallel.partition_specs import note_shardings
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
 # The names that ``architectures`` of a ``config.json`` may have.
@@ -166,8 +166,8 @@ def load_model(
       backend: the name of a backend for all NVFP4 modules, or a sequence of names that are tried in
         order. None, the default, takes the first one that fits the device; `explain` lists them.
       mesh: a `jax.sharding.Mesh` with at least one of the axes `expert`, `tensor` and `data`. The
-        weights are divided along `expert` and `tensor`. The rows of `input_ids`, of the cache and
-        of logits are divided along `data`, if it divides their number; otherwise they are
+        weights are sharded along `expert` and `tensor`. The rows of `input_ids`, of the cache and
+        of logits are sharded along `data`, if it divides their number; otherwise they are
         replicated. Everything is replicated along further axes. Explicit axes are turned into Auto
         axes, so call the model outside of ``jax.set_mesh`` with Explicit axes. None, the default,
         loads onto one device.
@@ -175,7 +175,7 @@ def load_model(
         "ep", "tensor": "tp", "data": "dp"}``. None, the default, if they are called what they do.
       dispatch: how tokens reach their experts on a mesh. With "psum", the default, every device
         runs its own experts on all tokens, and their results are summed. With "all_to_all", or
-        "ragged" on GPUs, tokens are divided along `expert` and travel to the devices of their
+        "ragged" on GPUs, tokens are sharded along `expert` and travel to the devices of their
         experts. See `parallel.dispatch`.
 
     Returns:
@@ -329,7 +329,7 @@ class LoadPlan:
         made = tree.unflatten(leaves)  # a copy: the modules of the plan stay without weights
         fill(made, self.path if path is None else path, self.parts, reader, self.settings)
         if self.settings.expert_mesh is not None:
-            note_divided(made, self.settings.expert_mesh)
+            note_shardings(made, self.settings.expert_mesh)
         return made
 
 
@@ -474,7 +474,7 @@ def _check_dispatch(dispatch, expert_mesh, target):
     if expert_mesh is None or not expert_mesh.has(EXPERT):
         axes = "no mesh" if expert_mesh is None else f"axes {dict(expert_mesh.mesh.shape)}"
         raise ValueError(
-            f"dispatch: expected a mesh with an axis '{EXPERT}' for {dispatch!r}, which divides "
+            f"dispatch: expected a mesh with an axis '{EXPERT}' for {dispatch!r}, which shards "
             f"tokens along that axis; got {axes}. Pass mesh=, or leave dispatch at 'psum'"
         )
     check_platform(dispatch, target)

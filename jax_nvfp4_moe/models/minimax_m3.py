@@ -143,7 +143,7 @@ def _read_attentions(fields, config):
 
 
 def build_attention(config: MiniMaxM3Config, layer: int, make: Builder):
-    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
+    """Make the attention of `layer`, whose heads are sharded along the mesh axis `tensor`."""
     sizes = config.attention[layer]
     kind = BlockSparseAttention if isinstance(sizes, BlockSparseConfig) else Attention
     return build_heads(sizes, f"layers.{layer}.attention", make, kind)

@@ -28,7 +28,7 @@ from jax_nvfp4_moe.nn.experts.moe import LatentProjections, NVFP4MoE
 from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.nn.recurrent.mamba2 import Mamba2Config, build_mamba2
-from jax_nvfp4_moe.nn.sharding import divide
+from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -287,9 +287,9 @@ class MLP(TensorParallel):
 
 
 def build_mlp(config: NemotronHConfig, make: Builder, path: str, intermediate: int) -> MLP:
-    """Make an `MLP`, whose intermediate columns are divided along the mesh axis `tensor`."""
+    """Make an `MLP`, whose intermediate columns are sharded along the mesh axis `tensor`."""
     shards = make.settings.shards
-    return divide(
+    return build_sharded(
         make,
         lambda make, width: MLP(config, make, path, width),
         intermediate,

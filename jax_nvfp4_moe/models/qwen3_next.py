@@ -202,7 +202,7 @@ def _read_delta(fields, hidden, eps):
 def build_mixer(config: Qwen3NextConfig, layer: int, make: Builder):
     """Make the attention or the gated delta net of `layer`.
 
-    Its heads are divided along the mesh axis `tensor`.
+    Its heads are sharded along the mesh axis `tensor`.
     """
     path = f"layers.{layer}.attention"
     if layer in config.attention_layers:

@@ -259,7 +259,7 @@ def _bounded(limit):
 
 
 def build_attention(config: Step3p7Config, layer: int, make: Builder) -> HeadGatedAttention:
-    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
+    """Make the attention of `layer`, whose heads are sharded along the mesh axis `tensor`."""
     path = f"layers.{layer}.attention"
     return build_heads(config.attention[layer], path, make, HeadGatedAttention)
 

@@ -63,9 +63,9 @@ class Part:
       sources: name -> source of a value that the part needs.
       construct: function from the values of the sources to the module, the variable, or the value
         of the variable.
-      specs: name of a source -> how its value is divided along `tensor`, or None if it is
+      specs: name of a source -> how its value is sharded along `tensor`, or None if it is
         replicated.
-      shards: number of shards into which the part is divided; 1 if it is replicated.
+      shards: number of shards of the part; 1 if it is replicated.
     """
 
     path: str
@@ -110,7 +110,7 @@ class Builder:
     Attributes:
       settings: how modules are made.
       parts: all parts made so far, in order.
-      shards: number of shards into which the next parts are divided.
+      shards: number of shards of the next parts.
     """
 
     def __init__(self, table: Any, keys: KeyTable, settings: Settings):
@@ -125,14 +125,14 @@ class Builder:
         self.parts: list[Part | ExpertPart] = []
         self.shards, self._specs = 1, {}
 
-    def divided(self, specs: Mapping[str, ShardSpec | None]) -> "Builder":
-        """Return a builder for the parts of a module that is divided along `tensor`.
+    def sharded(self, specs: Mapping[str, ShardSpec | None]) -> "Builder":
+        """Return a builder for the parts of a module that is sharded along `tensor`.
 
         Sizes that are passed to the returned builder are those of one shard.
 
         Args:
           specs: the last name of a path, or its last two names, -> how the part at that path is
-            divided. None, and all other parts, are replicated.
+            sharded. None, and all other parts, are replicated.
         """
         other = copy.copy(self)
         other.shards, other._specs = self.settings.shards, dict(specs)
@@ -461,7 +461,7 @@ class Builder:
         return ExpertWeights(_zeros(params), source.checkpoint_scheme)
 
     def _spec(self, path) -> ShardSpec | None:
-        """Return how the part at `path` is divided, or None if it is replicated."""
+        """Return how the part at `path` is sharded, or None if it is replicated."""
         *_, parent, name = ("", *path.split("."))
         return self._specs.get(f"{parent}.{name}", self._specs.get(name))
 
@@ -490,7 +490,7 @@ def values_of_shard(values: Values, specs: Mapping[str, Any], index: int, shards
 
     Args:
       values: values of all sources of a part.
-      specs: name of a source -> how its value is divided.
+      specs: name of a source -> how its value is sharded.
       index: index of the shard.
       shards: number of shards; with 1, the values are returned unchanged.
     """

@@ -91,7 +91,7 @@ def _place_part(part: Part, reader, how: Settings) -> Any:
 
 
 def _place_shards(part: Part, values: Values, expert_mesh: ExpertMesh) -> Any:
-    """Return a divided part. Each process reads and stores only the shards of its own devices."""
+    """Return a sharded part. Each process reads and stores only the shards of its own devices."""
     sharding = expert_mesh.sharding(TENSOR)
     owners: dict[int, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map((part.shards,)).items():

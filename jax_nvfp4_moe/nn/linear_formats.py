@@ -23,7 +23,7 @@ def make_linear(
       n: number of outputs of one shard.
       k: number of inputs of one shard.
       settings: how modules are made.
-      spec: how the layer is divided along `tensor`. None means that it is replicated.
+      spec: how the layer is sharded along `tensor`. None means that it is replicated.
 
     Returns:
       The module that fits the format of the weights.
@@ -62,6 +62,6 @@ def make_linear(
     if found.channel_scale is None:
         return made
     scaled = ScaledLinear(made, found.channel_scale)
-    if layout is not None and by_columns:  # the scales are divided like the columns they multiply
+    if layout is not None and by_columns:  # the scales are sharded like the columns they multiply
         scaled.scale = mark(scaled.scale, dataclasses.replace(layout, axis="rows"))
     return scaled

@@ -2,11 +2,11 @@
 
 A batch of prompts of unequal length is padded to the longest one. Norms, linear layers and experts
 treat each token by itself, so they need not see padding: they run on packed tokens ``[1, n, h]``.
-The mixers of tokens need rows. Each mixer projects packed tokens, spreads the projections to ``[b,
+The mixers of tokens need rows. Each mixer projects packed tokens, unpacks the projections to ``[b,
 t, ...]``, mixes them, and packs the results for its last projection.
 
 The positions ``[b, t]`` tell which tokens are true. Tokens are packed if their leading axes differ
-from the axes of the positions. Otherwise `pack` and `spread` return their argument.
+from the axes of the positions. Otherwise `pack` and `unpack` return their argument.
 """
 
 import jax.numpy as jnp
@@ -38,17 +38,17 @@ def pack_like(
     x: Shaped[Array, "b t ..."], positions: Int32[Array, "b t"], other: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
     """Return `x` with its tokens packed as those of `other` are; see `pack`."""
-    return pack(x, positions, None if is_spread(other, positions) else other.shape[1])
+    return pack(x, positions, None if is_unpacked(other, positions) else other.shape[1])
 
 
-def spread(x: Shaped[Array, "..."], positions: Int32[Array, "b t"]) -> Shaped[Array, "b t ..."]:
+def unpack(x: Shaped[Array, "..."], positions: Int32[Array, "b t"]) -> Shaped[Array, "b t ..."]:
     """Return packed tokens in their rows, ``[b, t, ...]``. The values of padding are undefined.
 
     Args:
       x: packed tokens ``[1, n, ...]``, or tokens in their rows, which are returned.
       positions: position of each token; `PADDING` or more for padding.
     """
-    if is_spread(x, positions):
+    if is_unpacked(x, positions):
         return x
     # Without the barrier, XLA would compute the sums behind a place again for each number that it
     # gathers. On an H200 that takes four times as long.
@@ -63,6 +63,6 @@ def find_places(positions: Int32[Array, "b t"]) -> Int32[Array, "b t"]:
     return jnp.maximum(count - 1, 0).reshape(positions.shape)
 
 
-def is_spread(x: Shaped[Array, "..."], positions: Int32[Array, "b t"]) -> bool:
+def is_unpacked(x: Shaped[Array, "..."], positions: Int32[Array, "b t"]) -> bool:
     """Return whether the tokens of `x` are in their rows."""
     return x.shape[:2] == positions.shape

@@ -32,7 +32,7 @@ class Settings:
 
     @property
     def shards(self) -> int:
-        """Number of shards into which heads and dense columns are divided; 1 without a mesh."""
+        """Number of shards of heads and of dense columns; 1 without a mesh."""
         return 1 if self.expert_mesh is None else self.expert_mesh.tensor
 
     @property

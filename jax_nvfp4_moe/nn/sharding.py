@@ -1,6 +1,6 @@
-"""Decide which modules are divided along the mesh axis `tensor`, and build them.
+"""Decide which modules are sharded along the mesh axis `tensor`, and build them.
 
-A module that cannot be divided is replicated. Replication costs speed and memory but changes no
+A module that cannot be sharded is replicated. Replication costs speed and memory but changes no
 result.
 """
 
@@ -20,7 +20,7 @@ from jax_nvfp4_moe.scheme import DYNAMIC, FP8ActivationScaling, Scheme, choose_s
 log = logging.getLogger("jax_nvfp4_moe")
 
 
-def divide(
+def build_sharded(
     make: Builder,
     build: Callable[[Builder, Any], Any],
     whole: Any,
@@ -31,16 +31,16 @@ def divide(
     width: int,
     reason: str | None = None,
 ) -> Any:
-    """Build a module that is divided along `tensor`, or replicated if it cannot be divided.
+    """Build a module that is sharded along `tensor`, or replicated if it cannot be sharded.
 
     Args:
       make: builder that makes the parts.
       build: function ``(make, sizes) -> module``.
       whole: sizes of the whole module, passed to `build` if the module is replicated.
-      own: sizes of one shard, passed to `build` if the module is divided.
-      specs: last name of a path, or its last two names, -> how the part at that path is divided.
+      own: sizes of one shard, passed to `build` if the module is sharded.
+      specs: last name of a path, or its last two names, -> how the part at that path is sharded.
         None means that it is replicated.
-      last: path of the linear layer whose columns are divided.
+      last: path of the linear layer whose columns are sharded.
       width: number of columns of that layer, over all shards.
       reason: why the caller cannot divide the module. None (default) if the caller knows of no
         reason.
@@ -55,13 +55,13 @@ def divide(
     if reason is not None:
         say_replicated(make.key(last).rpartition(".")[2], settings.shards, reason)
         return build(make, whole)
-    module = build(make.divided(specs), own)
+    module = build(make.sharded(specs), own)
     module.expert_mesh = settings.expert_mesh
     return module
 
 
 def _reason_against(make, last, width) -> str | None:
-    """Return why the columns of a linear layer cannot be divided, or None if they can."""
+    """Return why the columns of a linear layer cannot be sharded, or None if they can."""
     settings, shards = make.settings, make.settings.shards
     checkpoint_scheme = make.checkpoint_scheme(last)
     block, used = 1, None

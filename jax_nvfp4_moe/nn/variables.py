@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec
 
 from jax_nvfp4_moe.parallel.expert_mesh import first_shard_only
 from jax_nvfp4_moe.parallel.partition_specs import partition_specs
-from jax_nvfp4_moe.parallel.sharded_variable import DividedVariable
+from jax_nvfp4_moe.parallel.sharded_variable import ShardedVariable
 
 
-class NVFP4Param(DividedVariable, nnx.Variable):
+class NVFP4Param(ShardedVariable, nnx.Variable):
     """A variable that holds frozen weights: quantized matrices, their scales, and routed experts.
 
     The value is an `NVFP4Tensor`, `MoEParams`, `DenseExperts`, an `FP8Tensor` or a float32 scale.

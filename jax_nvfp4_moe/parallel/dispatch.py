@@ -45,7 +45,7 @@ from jax_nvfp4_moe.parallel.experts import own_part, run_sharded
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme, Target
 
 
-class DispatchPlan(NamedTuple):
+class Exchange(NamedTuple):
     """One collective to the experts and one back, with buffers of `size` rows.
 
     Attributes:
@@ -117,13 +117,13 @@ def run_dispatched(
         rounds=(capacity or each) < -(-each // shards),
     )
     near = expert_mesh.in_one_process(EXPERT)
-    plan = functools.partial(_PLANS[dispatch], capacity=capacity, near=near)
-    forward = functools.partial(_send_rows, run, wire, plan, expert_mesh)
+    exchange = functools.partial(_RUNS[dispatch], capacity=capacity, near=near)
+    forward = functools.partial(_send_rows, run, wire, exchange, expert_mesh)
     given = x, params, ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
     return _with_psum_gradient(forward, psum)(*given)
 
 
-def _send_rows(run, wire, plan, expert_mesh, x, params, ids, weights):
+def _send_rows(run, wire, exchange, expert_mesh, x, params, ids, weights):
     """Return ``[t, h]``: send rows to the shards of their experts, apply `run`, and combine."""
     local_experts = params.num_experts // expert_mesh.expert
 
@@ -143,7 +143,7 @@ def _send_rows(run, wire, plan, expert_mesh, x, params, ids, weights):
             weights = weights.reshape(-1, 1)
         axis, scale = expert_mesh.name(EXPERT), params.gate_up_input_scale
         rows = Rows(x, ids, weights, local_experts, wire, scale, axis)
-        y = plan(rows, run_own, shards)
+        y = exchange(rows, run_own, shards)
         # A reduction may add in an order that depends on its fusion, so slots are added one by one.
         slots = jnp.unstack(y.reshape(r, -1, x.shape[1]), axis=1)
         return functools.reduce(jnp.add, slots).astype(x.dtype)
@@ -274,7 +274,7 @@ class Rows:
       local_experts: number of experts of one shard.
       wire: the format in which rows travel.
       scales: float32 ``[e]``, the calibrated input scales of the experts, or None.
-      axis: name of the mesh axis among whose shards the experts are divided.
+      axis: name of the mesh axis over which the experts are sharded.
     """
 
     x: Any
@@ -290,25 +290,25 @@ class Rows:
         owner = jnp.where(self.ids >= 0, self.ids // self.local_experts, -1)
         return (owner[:, :, None] == jnp.arange(shards, dtype=jnp.int32)[None, None, :]).any(axis=1)
 
-    def dispatch(self, plan: DispatchPlan, run_own: Callable, shards: int):
+    def dispatch(self, exchange: Exchange, run_own: Callable, shards: int):
         """Return float32 ``[r, h]``: the sum over all visits of each row."""
         r, h = self.x.shape
-        ids = plan.pack(self.ids) - plan.shard[:, None] * self.local_experts
+        ids = exchange.pack(self.ids) - exchange.shard[:, None] * self.local_experts
         own = (ids >= 0) & (ids < self.local_experts)
-        own = own if plan.taken is None else own & plan.taken[:, None]
+        own = own if exchange.taken is None else own & exchange.taken[:, None]
         words, forms = _as_words([self.weights, *self._encoded()])
         missing = -(self.ids.shape[1] + words.shape[1]) % (_ROW // _WORD)
         words = jnp.pad(words, [(0, 0), (0, missing)]) if missing else words
         ids = lax.bitcast_convert_type(jnp.where(own, ids, -1), jnp.uint32)
-        received = plan.send(jnp.concatenate([ids, plan.pack(words)], axis=1))
+        received = exchange.send(jnp.concatenate([ids, exchange.pack(words)], axis=1))
         ids, words = jnp.split(received, [ids.shape[1]], axis=1)
         ids = lax.bitcast_convert_type(ids, jnp.int32)
         weights, *parts = _from_words(words, forms)
-        y = plan.back(run_own(self._decoded(parts, ids), ids, weights))
+        y = exchange.back(run_own(self._decoded(parts, ids), ids, weights))
         total = jnp.zeros((r, h), jnp.float32)
         for d in range(shards):  # a fixed order, so that all runs have the same bits
-            back = plan.unpack(y, d).astype(jnp.float32)
-            total += jnp.where(plan.travels[:, d : d + 1], back, 0.0)
+            back = exchange.unpack(y, d).astype(jnp.float32)
+            total += jnp.where(exchange.travels[:, d : d + 1], back, 0.0)
         return total
 
     def _encoded(self):
@@ -362,16 +362,16 @@ def _run_fixed(rows: Rows, run_own, shards, capacity, near):
         shard = jnp.repeat(jnp.arange(shards, dtype=jnp.int32), r)
         pack = functools.partial(_repeat_rows, shards=shards)
         unpack = functools.partial(_pick_part, shards=shards)
-        plan = DispatchPlan(shard, None, visits, pack, unpack, dispatch, dispatch)
-        return rows.dispatch(plan, run_own, shards)
+        exchange = Exchange(shard, None, visits, pack, unpack, dispatch, dispatch)
+        return rows.dispatch(exchange, run_own, shards)
     ranks = _rank(visits)
 
     def run_round(number, total):
         rank = ranks - number * capacity
         travels = visits & (rank >= 0) & (rank < capacity)
         slots = jnp.arange(shards, dtype=jnp.int32)[None, :] * capacity + rank
-        plan = _pack(slots, travels, size, dispatch, dispatch)
-        return total + rows.dispatch(plan, run_own, shards)
+        exchange = _pack(slots, travels, size, dispatch, dispatch)
+        return total + rows.dispatch(exchange, run_own, shards)
 
     most = lax.pmax(
         visits.sum(axis=0).max(), rows.axis
@@ -395,8 +395,8 @@ def _rank(visits):
     return jnp.cumsum(visits.astype(jnp.int32), axis=0) - 1
 
 
-def _pack(slots, travels, size, send, back) -> DispatchPlan:
-    """Return the plan of rows whose places in the buffer are `slots` ``[r, s]`` if they travel."""
+def _pack(slots, travels, size, send, back) -> Exchange:
+    """Return the exchange of rows that travel to the places `slots` ``[r, s]`` in the buffer."""
     r, shards = slots.shape
     slots = jnp.where(travels, slots, size)
     number = jnp.arange(r * shards, dtype=jnp.int32).reshape(r, shards)
@@ -409,7 +409,7 @@ def _pack(slots, travels, size, send, back) -> DispatchPlan:
     def unpack(y, d):
         return y[jnp.minimum(slots[:, d], size - 1)]
 
-    return DispatchPlan(visit % shards, visit < r * shards, travels, pack, unpack, send, back)
+    return Exchange(visit % shards, visit < r * shards, travels, pack, unpack, send, back)
 
 
 def _run_ragged(rows: Rows, run_own, shards, capacity, near):
@@ -435,8 +435,8 @@ def _run_ragged(rows: Rows, run_own, shards, capacity, near):
         came = cut(starts[me], counts[me])[1]
         return lax.ragged_all_to_all(array, room, first, sent, there, came, axis_name=rows.axis)
 
-    plan = _pack(starts[me][None, :] + _rank(visits), visits, size, send, back)
-    return rows.dispatch(plan, run_own, shards)
+    exchange = _pack(starts[me][None, :] + _rank(visits), visits, size, send, back)
+    return rows.dispatch(exchange, run_own, shards)
 
 
 # XLA's kernel for GPUs with access to each other's memory accepts this many pointers.
@@ -470,8 +470,8 @@ def _cut_rows(starts, counts, updates):
     return (starts[:, None] + ends[:, :-1]).reshape(-1), jnp.diff(ends, axis=1).reshape(-1)
 
 
-_PLANS = {"all_to_all": _run_fixed, "ragged": _run_ragged}
-DISPATCHES = ("psum", *_PLANS)
+_RUNS = {"all_to_all": _run_fixed, "ragged": _run_ragged}
+DISPATCHES = ("psum", *_RUNS)
 _WORD, _ROW = 4, 8  # bytes; XLA's kernel copies 8 bytes at a time if rows are a multiple of 8
 
 

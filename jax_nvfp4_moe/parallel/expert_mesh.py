@@ -1,7 +1,7 @@
 """`ExpertMesh`: a mesh whose axes shard weights and rows, with checks and helpers.
 
-An axis of a mesh has a role. `expert` divides the experts among devices, and `tensor` divides each
-expert and the heads of attention. `data` divides the rows of a batch, and every part of the rows
+An axis of a mesh has a role. `expert` shards the experts among devices, and `tensor` shards each
+expert and the heads of attention. `data` shards the rows of a batch, and every part of the rows
 has its own copy of the weights. Axes without a role are left alone: what lies on them is
 replicated. Names of axes are those of the roles, unless the user gives others.
 """
@@ -38,22 +38,22 @@ class ExpertMesh:
 
     @property
     def expert(self) -> int:
-        """Number of shards along `expert`, among which the experts are divided."""
+        """Number of shards along `expert`, among which the experts are sharded."""
         return self.size(EXPERT)
 
     @property
     def tensor(self) -> int:
-        """Number of shards along `tensor`, which divide each expert and the heads of attention."""
+        """Number of shards along `tensor`, of each expert and of the heads of attention."""
         return self.size(TENSOR)
 
     @property
     def data(self) -> int:
-        """Number of shards along `data`, which divide the rows of a batch."""
+        """Number of shards along `data`, of the rows of a batch."""
         return self.size(DATA)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of those axes of the mesh that divide weights."""
+        """Names of those axes of the mesh that shard weights."""
         return tuple(self.name(role) for role in (EXPERT, TENSOR) if self.has(role))
 
     def name(self, role: str) -> str:
@@ -69,7 +69,7 @@ class ExpertMesh:
         return self.mesh.shape.get(self.name(role), 1)
 
     def rows(self, count: int) -> str | None:
-        """Return the role that divides `count` rows: `data`, or None if they are not divided.
+        """Return the role that shards `count` rows: `data`, or None if they are not sharded.
 
         Rows that do not divide into equal parts are replicated.
         """
@@ -90,8 +90,8 @@ class ExpertMesh:
     def spec(self, *roles: Roles) -> PartitionSpec:
         """Return the `PartitionSpec` that shards the leading axes of an array along `roles`.
 
-        Several roles divide one axis of the array one after the other. A role without an axis in
-        the mesh divides nothing.
+        Several roles shard one axis of the array one after the other. A role without an axis in
+        the mesh shards nothing.
         """
 
         def find(role):
@@ -126,7 +126,7 @@ class ExpertMesh:
         return jax.sharding.reshard(array, self.sharding(*roles))
 
     def shard_rows(self, tree: Any) -> Any:
-        """Return `tree` with the first axis of every array divided along `data`, if that fits."""
+        """Return `tree` with the first axis of every array sharded along `data`, if that fits."""
 
         def shard(array):
             role = self.rows(array.shape[0]) if jnp.ndim(array) else None
@@ -232,8 +232,8 @@ def check_parts(axis: str, parts: int, what: str, n: int, multiple: int = 1) -> 
     Args:
       axis: name of the mesh axis, for the error message.
       parts: number of parts, the size of that axis.
-      what: name of the divided size, for the error message.
-      n: the divided size.
+      what: name of the sharded size, for the error message.
+      n: the sharded size.
       multiple: number that must divide each part, 1 by default.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Experts on a mesh: sharded along `expert`, and each expert divided along `tensor`.
+"""Experts on a mesh: sharded along `expert`, and each expert sharded along `tensor`.
 
-Along `tensor` the intermediate dimension is divided. A shard holds the same rows of gate and of up,
-and the columns of down that multiply them. Blocks of 16 are never divided. Weights are global
+Along `tensor` the intermediate dimension is sharded. A shard holds the same rows of gate and of up,
+and the columns of down that multiply them. No shard boundary cuts a block of 16. Weights are global
 arrays: first the rows of shard 0 (gate rows before up rows), then those of shard 1, and so on. The
 part of each shard is in the layout of a kernel for its own sizes.
 
@@ -39,7 +39,7 @@ from jax_nvfp4_moe.parallel.expert_mesh import (
     stack_parts,
 )
 from jax_nvfp4_moe.parallel.expert_specs import expert_specs, on_shards
-from jax_nvfp4_moe.parallel.shard_order import divide_shards
+from jax_nvfp4_moe.parallel.shard_order import reorder_for_shards
 from jax_nvfp4_moe.parallel.shard_spec import ArrayLayout, ShardLayout, array_layouts
 from jax_nvfp4_moe.parallel.streaming import chunk_size, join_chunks
 
@@ -49,7 +49,7 @@ Experts = TypeVar("Experts", MoEParams, DenseExperts)
 def expert_layout(
     params: MoEParams | DenseExperts, expert_mesh: ExpertMesh, *, interleaved: bool = False
 ) -> ShardLayout | None:
-    """Return how the experts of one layer are divided along `tensor`; None if they are not divided.
+    """Return how the experts of one layer are sharded along `tensor`; None if they are not sharded.
 
     Args:
       params: the whole layer in the canonical layout.
@@ -106,10 +106,10 @@ def shard_experts(
     check_experts(params, expert_mesh)
     if isinstance(params, MoEParams) and params.layout != CANONICAL:
         params = params.to_layout(CANONICAL)
-    divided = expert_layout(params, expert_mesh, interleaved=interleaved)
+    sharded = expert_layout(params, expert_mesh, interleaved=interleaved)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
-        return _divide_traced(params, layout, divided, expert_mesh)
-    return _read_chunks(params, layout, divided, expert_mesh)
+        return _shard_traced(params, layout, sharded, expert_mesh)
+    return _read_chunks(params, layout, sharded, expert_mesh)
 
 
 def check_experts(params: MoEParams | DenseExperts, expert_mesh: ExpertMesh) -> None:
@@ -130,20 +130,20 @@ def convert_shards(params: Any, expert_mesh: ExpertMesh, layout: str) -> Any:
     return jax.jit(on_shards(lambda own: own.to_layout(layout), expert_mesh))(params)
 
 
-def _divide_traced(params, layout, divided: ShardLayout | None, expert_mesh: ExpertMesh):
+def _shard_traced(params, layout, sharded: ShardLayout | None, expert_mesh: ExpertMesh):
     """Return the parts of all shards in `layout`, inside a trace."""
-    params = jax.tree.map(divide_shards, params, array_layouts(params, divided))
+    params = jax.tree.map(reorder_for_shards, params, array_layouts(params, sharded))
     if layout is None:
         return params
     return on_shards(lambda own: own.to_layout(layout), expert_mesh)(params)
 
 
-def _read_chunks(params, layout, divided: ShardLayout | None, expert_mesh: ExpertMesh):
+def _read_chunks(params, layout, sharded: ShardLayout | None, expert_mesh: ExpertMesh):
     """Return the parts of all shards in `layout`; each process reads its own parts in chunks."""
     params = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, params)
     scale = replicate(params.gate_up_input_scale, expert_mesh)
     params = dataclasses.replace(params, gate_up_input_scale=None)
-    layouts = array_layouts(params, divided)
+    layouts = array_layouts(params, sharded)
     specs = expert_specs(params, expert_mesh)
     count = params.num_experts // expert_mesh.expert
     step = chunk_size(params, count, expert_mesh.target, expert_mesh.tensor)
@@ -168,7 +168,7 @@ def _read_part(leaf, layout: ArrayLayout, index, experts: slice):
 
     Args:
       leaf: the array in the order of one device.
-      layout: how the array is divided.
+      layout: how the array is sharded.
       index: position of the shard in the global array.
       experts: the experts to read.
     """
@@ -197,7 +197,7 @@ def run_sharded(
 
     Args:
       run: ``(x, params, expert_ids, expert_weights) -> [t, h]``; skips ids that are out of range.
-      x: tokens ``[t, h]``. They are divided along `data`, and each part is replicated along the
+      x: tokens ``[t, h]``. They are sharded along `data`, and each part is replicated along the
         other axes. Over Explicit axes, the result gets the sharding of `x`.
       params: the weights, as `shard_experts` returns them.
       expert_ids: ``[t, k]``, ids of the whole layer.

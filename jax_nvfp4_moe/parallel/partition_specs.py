@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh
-from jax_nvfp4_moe.parallel.shard_spec import axis_spec, divided_axes, find_layout
+from jax_nvfp4_moe.parallel.shard_spec import axis_spec, find_layout, sharded_axes
 
 _SPECS = "partition_specs"  # the name under which a variable stores a specification of each array
 
@@ -37,7 +37,7 @@ def note_specs(variable: nnx.Variable, specs: Any) -> None:
     variable.set_metadata(_SPECS, tuple(jax.tree.leaves(specs)))
 
 
-def note_divided(module: nnx.Module, expert_mesh: ExpertMesh) -> None:
+def note_shardings(module: nnx.Module, expert_mesh: ExpertMesh) -> None:
     """Store in each variable that has a `ShardLayout` how its arrays are sharded along `tensor`.
 
     Variables that know the specifications of their arrays, such as those of experts, keep them.
@@ -51,7 +51,7 @@ def note_divided(module: nnx.Module, expert_mesh: ExpertMesh) -> None:
             continue
         if variable.get_metadata(_SPECS, None) is not None:
             continue
-        specs = [axis_spec(expert_mesh, axis) for axis in divided_axes(variable)]
+        specs = [axis_spec(expert_mesh, axis) for axis in sharded_axes(variable)]
         if isinstance(variable.get_value(), jax.Array | jax.ShapeDtypeStruct):
             variable.set_metadata(out_sharding=tuple(specs[0]), mesh=expert_mesh.mesh)
         else:

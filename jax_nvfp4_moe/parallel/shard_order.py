@@ -27,7 +27,7 @@ def to_one_device(value: Any, layout: ShardLayout | None) -> Any:
 
     Args:
       value: value of a variable on a mesh: an array, or a tree with NVFP4 tensors in any layout.
-      layout: how the variable is divided; None if it is replicated.
+      layout: how the variable is sharded; None if it is replicated.
 
     Raises:
       ValueError: if `layout` does not divide the arrays.
@@ -44,13 +44,13 @@ def to_shards(value: Any, layout: ShardLayout | None, names: Sequence[str]) -> A
 
     Args:
       value: value of a variable on one device, canonical.
-      layout: how to divide the variable; None to replicate it.
+      layout: how to shard the variable; None to replicate it.
       names: layout of each NVFP4 tensor inside a shard, in the order of `jax.tree.leaves`.
 
     Raises:
       ValueError: if `layout` does not divide the arrays, or a layout name is unknown.
     """
-    value = jax.tree.map(divide_shards, value, array_layouts(value, layout))
+    value = jax.tree.map(reorder_for_shards, value, array_layouts(value, layout))
     tensors, tree = jax.tree.flatten(value, is_leaf=is_tensor)
     layouts = tree.flatten_up_to(array_layouts(value, layout))
     rest = iter(names)
@@ -68,13 +68,13 @@ def is_tensor(value: Any) -> bool:
 
 
 def join_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
-    """Return a divided array in the order of one device.
+    """Return a sharded array in the order of one device.
 
     If several shards hold the same entries, those of the first of them are taken.
 
     Args:
-      array: the entries of all shards, one shard after the other along the divided axis.
-      layout: how the array is divided.
+      array: the entries of all shards, one shard after the other along the sharded axis.
+      layout: how the array is sharded.
 
     Raises:
       ValueError: if the shards or their segments are not equal parts of the axis.
@@ -98,7 +98,7 @@ def join_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
     return _take(array, layout.axis, taken)
 
 
-def divide_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
+def reorder_for_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
     """Undo `join_shards`: return the entries of shard 0, then those of shard 1, and so on.
 
     Raises:

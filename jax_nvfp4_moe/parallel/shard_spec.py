@@ -1,10 +1,10 @@
-"""How arrays are divided along the mesh axis `tensor`.
+"""How arrays are sharded along the mesh axis `tensor`.
 
-* A `ShardSpec` says how one tensor of a checkpoint is divided.
+* A `ShardSpec` says how one tensor of a checkpoint is sharded.
 * A `ShardLayout` is metadata of an `nnx.Variable` with global arrays. The rows or columns of shard
   0 come first, then those of shard 1, and so on. The part of each shard is therefore contiguous,
   and a `NamedSharding` assigns it to its device.
-* An `ArrayLayout` says how one array of the variable is divided.
+* An `ArrayLayout` says how one array of the variable is sharded.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import GROUP, FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
-from jax_nvfp4_moe.parallel.sharded_variable import METADATA, DividedParam
+from jax_nvfp4_moe.parallel.sharded_variable import METADATA, ShardedParam
 
 Axis = Literal["rows", "columns"]
 
 
 class ShardSpec(NamedTuple):
-    """How one linear layer or array of a checkpoint is divided.
+    """How one linear layer or array of a checkpoint is sharded.
 
     Attributes:
       axis: "rows" (outputs) or "columns" (inputs).
       parts: number of parts. If it is below the number of shards, several shards hold the same
         part.
       segments: proportions of the segments along the axis, such as queries, keys and values; each
-        segment is divided into parts. One segment by default.
+        segment is sharded into parts. One segment by default.
     """
 
     axis: Axis
@@ -59,11 +59,11 @@ class ShardSpec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:
-    """How the global arrays of a variable are divided; stored as metadata of the variable.
+    """How the global arrays of a variable are sharded; stored as metadata of the variable.
 
     Attributes:
-      axis: the divided axis of the matrices. For experts it is the axis of `gate_up`; the columns
-        of `down` are divided into one range per shard.
+      axis: the sharded axis of the matrices. For experts it is the axis of `gate_up`; the columns
+        of `down` are sharded into one range per shard.
       segments: what one shard holds along the axis, in order, as pairs (number of entries, number
         of different parts). If there are fewer parts than shards, neighboring shards hold the same
         part.
@@ -77,10 +77,10 @@ class ShardLayout:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayLayout:
-    """How one array is divided.
+    """How one array is sharded.
 
     Attributes:
-      axis: the divided axis; None (default) if every shard holds the whole array.
+      axis: the sharded axis; None (default) if every shard holds the whole array.
       segments: as in `ShardLayout`, in any unit, because bytes of codes and block scales are fewer
         than columns.
       shards: number of shards, 1 by default.
@@ -130,21 +130,21 @@ def join_layouts(
 
 
 def mark(variable: Any, layout: ShardLayout | None) -> Any:
-    """Return a variable that stores how its global array is divided.
+    """Return a variable that stores how its global array is sharded.
 
     Args:
-      variable: an `nnx.Param`, a `DividedVariable`, or None, which is returned.
-      layout: how the array is divided. None returns the variable as it is.
+      variable: an `nnx.Param`, a `ShardedVariable`, or None, which is returned.
+      layout: how the array is sharded. None returns the variable as it is.
     """
     if variable is None or layout is None:
         return variable
     metadata = variable.get_metadata() | {METADATA: layout}
-    kind = DividedParam if type(variable) is nnx.Param else type(variable)
+    kind = ShardedParam if type(variable) is nnx.Param else type(variable)
     return kind.from_metadata(variable.get_raw_value(), metadata)
 
 
 def find_layout(variable: nnx.Variable) -> ShardLayout | None:
-    """Return how a variable is divided; None if it is replicated."""
+    """Return how a variable is sharded; None if it is replicated."""
     return variable.get_metadata(METADATA, None)
 
 
@@ -174,24 +174,24 @@ def array_layouts(value: Any, layout: ShardLayout | None) -> Any:
 def _matrix_layouts(value, layout, first: int):
     """Return the array layouts of matrices whose rows are at the axis `first`."""
     rows = layout.axis == "rows"
-    divided = ArrayLayout(first if rows else first + 1, layout.segments, layout.shards)
+    sharded = ArrayLayout(first if rows else first + 1, layout.segments, layout.shards)
     if isinstance(value, NVFP4Tensor):
         made = jax.tree.map(lambda _: ArrayLayout(), value)
-        made = dataclasses.replace(made, packed=divided, block_scale=divided)
+        made = dataclasses.replace(made, packed=sharded, block_scale=sharded)
         if not rows or first or not value.global_scale.ndim:
             return made
         # Joined linear layers have a global scale for each row. Experts have at most two, and each
         # shard holds rows of both.
-        divisor = None if value.global_divisor is None else divided
-        return dataclasses.replace(made, global_scale=divided, global_divisor=divisor)
+        divisor = None if value.global_divisor is None else sharded
+        return dataclasses.replace(made, global_scale=sharded, global_divisor=divisor)
     if isinstance(value, FP8Tensor):
-        scale = divided if rows or value.has_groups else ArrayLayout()
-        return dataclasses.replace(value, values=divided, scale=scale)
-    return divided
+        scale = sharded if rows or value.has_groups else ArrayLayout()
+        return dataclasses.replace(value, values=sharded, scale=scale)
+    return sharded
 
 
-def divided_axes(variable: nnx.Variable) -> list[int | None]:
-    """Return the divided axis of each array of a variable; None for replicated arrays."""
+def sharded_axes(variable: nnx.Variable) -> list[int | None]:
+    """Return the sharded axis of each array of a variable; None for replicated arrays."""
     made = array_layouts(variable.get_value(), find_layout(variable))
     return [one.axis for one in jax.tree.leaves(made)]
 
@@ -202,7 +202,7 @@ def variables(module: Any) -> list[nnx.Variable]:
 
 
 def module_axes(module: Any) -> list[int | None]:
-    """Return the divided axis of each leaf of a module, in the order of `jax.tree.leaves`.
+    """Return the sharded axis of each leaf of a module, in the order of `jax.tree.leaves`.
 
     Raises:
       TypeError: if a leaf is not in an `nnx.Variable`.
@@ -210,7 +210,7 @@ def module_axes(module: Any) -> list[int | None]:
     found = variables(module)
     if not all(isinstance(one, nnx.Variable) for one in found):
         raise TypeError("module: expected every array in an nnx.Variable, got a plain array")
-    return [axis for variable in found for axis in divided_axes(variable)]
+    return [axis for variable in found for axis in sharded_axes(variable)]
 
 
 def axis_spec(expert_mesh: ExpertMesh, axis: int | None, rows: str | None = None) -> PartitionSpec:
@@ -218,8 +218,8 @@ def axis_spec(expert_mesh: ExpertMesh, axis: int | None, rows: str | None = None
 
     Args:
       expert_mesh: the mesh of the shards.
-      axis: the axis of the array that `tensor` divides; None: no axis.
-      rows: role that divides the first axis of the array; None (default) for a weight.
+      axis: the axis of the array that `tensor` shards; None: no axis.
+      rows: role that shards the first axis of the array; None (default) for a weight.
     """
     if axis is None:
         return expert_mesh.spec(rows) if rows else expert_mesh.spec()
@@ -231,7 +231,7 @@ def take_shard(value: Any, spec: ShardSpec | None, index: int, shards: int) -> A
 
     Args:
       value: `LinearWeights`, or an array: numpy, traced, or a `LazyArray`, which is then read.
-      spec: how the value is divided; None if the shard holds all of it.
+      spec: how the value is sharded; None if the shard holds all of it.
       index: index of the shard.
       shards: number of shards.
     """
@@ -245,7 +245,7 @@ def take_scales(value: CacheScales, specs: Any, index: int, shards: int) -> Cach
 
     Args:
       value: the scales from the checkpoint.
-      specs: name of a scale -> how its heads are divided; a scale without an entry is not divided.
+      specs: name of a scale -> how its heads are sharded; a scale without an entry is not sharded.
       index: index of the shard.
       shards: number of shards.
     """

@@ -1,9 +1,9 @@
-"""Variables whose path in a pytree tells how a mesh divides them.
+"""Variables whose path in a pytree tells how a mesh shards them.
 
-The rows of a divided variable are in the order of its shards, see `shard_spec.ShardLayout`. The
+The rows of a sharded variable are in the order of its shards, see `shard_spec.ShardLayout`. The
 shapes are those of other numbers of shards, so a checkpointer that stores arrays by their paths
-would restore rows in a wrong order. The path of a divided value therefore names its order. If no
-mesh divides a variable, the path is that of any `nnx.Variable`.
+would restore rows in a wrong order. The path of a sharded value therefore names its order. If no
+mesh shards a variable, the path is that of any `nnx.Variable`.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ def name_of_order(layout: Any) -> str:
 
 
 def _in_words(layout):
-    """Say how a value is divided."""
-    return "that no mesh divides" if layout is None else f"that is divided as {layout}"
+    """Say how a value is sharded."""
+    return "that no mesh shards" if layout is None else f"that is sharded as {layout}"
 
 
 def _flatten(variable):
@@ -44,7 +44,7 @@ def _unflatten(cls):
     return lambda static, children: cls.from_metadata(children[0], dict(static))
 
 
-class DividedVariable:
+class ShardedVariable:
     """A base class of variables that may have a `ShardLayout`; it stands before `nnx.Variable`."""
 
     __slots__ = ()
@@ -57,7 +57,7 @@ class DividedVariable:
         """Take the value of `variable_state`, as `nnx.update` does.
 
         Raises:
-          ValueError: the value is divided in another way. Its rows would be in a wrong order.
+          ValueError: the value is sharded in another way. Its rows would be in a wrong order.
         """
         own, given = (one.get_metadata(METADATA, None) for one in (self, variable_state))
         if own != given:
@@ -69,5 +69,5 @@ class DividedVariable:
         super().update_from_state(variable_state)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class DividedParam(DividedVariable, nnx.Param):
-    """An `nnx.Param` that a mesh divides; a parameter that no mesh divides is an `nnx.Param`."""
+class ShardedParam(ShardedVariable, nnx.Param):
+    """An `nnx.Param` that a mesh shards; a parameter that no mesh shards is an `nnx.Param`."""

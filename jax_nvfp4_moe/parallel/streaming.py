@@ -36,7 +36,7 @@ def chunk_size(params: Any, count: int, target: Target, shards: int = 1) -> int:
       params: `MoEParams` or `DenseExperts` of the whole layer.
       count: number of experts of one shard.
       target: the device that receives the chunks.
-      shards: number of parts into which each expert is divided, 1 by default.
+      shards: number of shards of each expert, 1 by default.
     """
     expert = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // params.num_experts // shards
     largest = _CPU_BYTES if target.platform == "cpu" else _GPU_BYTES

@@ -1,4 +1,4 @@
-"""Modules divided along `tensor`: each shard computes a part of the heads or of the columns.
+"""Modules sharded along `tensor`: each shard computes a part of the heads or of the columns.
 
 The static sizes of a module are those of one shard, and its arrays are global. Inside `run_shards`
 each shard sees its own rows of the first linear layers and its own columns of the last one. So it
@@ -24,9 +24,9 @@ from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import (
     ShardLayout,
     axis_spec,
-    divided_axes,
     find_layout,
     module_axes,
+    sharded_axes,
     variables,
 )
 
@@ -39,7 +39,7 @@ def run_shards(
     Args:
       expert_mesh: the mesh of the shards.
       run: function that each shard runs on its part of the module.
-      module: an `nnx.Module` or `nnx.Variable` whose variables say how they are divided.
+      module: an `nnx.Module` or `nnx.Variable` whose variables say how they are sharded.
       args: further arguments, sharded by `specs`.
       specs: pair of the specifications of `args` and of the result; None (default) if the first
         axis of all has the rows of a batch.
@@ -60,7 +60,7 @@ def _open(module, expert_mesh):
     leaves, tree = jax.tree.flatten(module)
     layouts, mesh_axis = [], expert_mesh.name(TENSOR)
     for variable in variables(module):
-        layouts += [(find_layout(variable), axis) for axis in divided_axes(variable)]
+        layouts += [(find_layout(variable), axis) for axis in sharded_axes(variable)]
 
     def unflatten(leaves):
         return tree.unflatten(
@@ -108,7 +108,7 @@ _tied.defvjp(lambda how, leaf: (leaf, None), _tied_bar)
 
 
 class TensorParallel(nnx.Module):
-    """A module that maps rows, on one device or divided along `tensor`.
+    """A module that maps rows, on one device or sharded along `tensor`.
 
     A subclass implements `run` with the sizes of one shard. It may also implement `finish`.
 
@@ -139,13 +139,13 @@ def _run_part(part: TensorParallel, x):
 
 
 class HeadParallel(nnx.Module):
-    """An attention or another mixer, on one device or divided by heads with their caches.
+    """An attention or another mixer, on one device or sharded by heads with their caches.
 
     A subclass implements `mix` and `empty_cache` with the sizes of one shard.
 
     Attributes:
       expert_mesh: the mesh of the shards, static; None (default) on one device.
-      cache_axes: name of a cache entry -> the axis along which it is divided among the shards; None
+      cache_axes: name of a cache entry -> the axis along which it is sharded among the shards; None
         for a replicated entry.
     """
 
@@ -199,7 +199,7 @@ class HeadParallel(nnx.Module):
         return run_shards(self.expert_mesh, run, self, x, positions, entries, *further, specs=specs)
 
     def _cache_specs(self, rows: str | None):
-        """Return the specification of each cache entry, whose rows are divided along `rows`."""
+        """Return the specification of each cache entry, whose rows are sharded along `rows`."""
         assert self.expert_mesh is not None
         return {
             name: axis_spec(self.expert_mesh, axis, rows) for name, axis in self.cache_axes.items()
@@ -221,13 +221,13 @@ def run_by_rows(
     Returns:
       The result of the module ``[..., n]``, sharded like the rows of a dispatch.
     """
-    divided = isinstance(module, TensorParallel) and module.expert_mesh is not None
+    sharded = isinstance(module, TensorParallel) and module.expert_mesh is not None
     leaves, unflatten = _open(module, expert_mesh)
     own = [axis_spec(expert_mesh, axis) for axis in module_axes(module)]
 
     def run(rows, leaves):
-        part = unflatten(leaves) if divided else jax.tree.unflatten(tree, leaves)
-        return _run_part(part, rows) if divided else part(rows)
+        part = unflatten(leaves) if sharded else jax.tree.unflatten(tree, leaves)
+        return _run_part(part, rows) if sharded else part(rows)
 
     tree = jax.tree.structure(module)
     y = share_rows(run, expert_mesh, x.reshape(-1, x.shape[-1]), leaves, specs=(own,))
@@ -237,7 +237,7 @@ def run_by_rows(
 def look_up(
     table: nnx.Variable, ids: Int[Array, "b t"], expert_mesh: ExpertMesh
 ) -> Float[Array, "b t h"]:
-    """Return the rows `ids` of a table ``[v, h]`` that is divided by rows.
+    """Return the rows `ids` of a table ``[v, h]`` that is sharded by rows.
 
     The result is exact: in the sum over the shards, at most one term is not zero.
     """
@@ -262,7 +262,7 @@ def gather_columns(
 
     Args:
       run: computes the columns of one shard.
-      module: a variable or a module that is divided by rows.
+      module: a variable or a module that is sharded by rows.
       x: the rows.
       expert_mesh: the mesh of the shards.
     """

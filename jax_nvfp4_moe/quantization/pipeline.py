@@ -43,7 +43,13 @@ from jax_nvfp4_moe.models.loading import (
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, SCALE_RANGE
 from jax_nvfp4_moe.numerics.rounding import find_algorithm, quantize_weight
 from jax_nvfp4_moe.quantization.calibration import Calibration, Inputs, calibrate
-from jax_nvfp4_moe.quantization.selection import MODULES, Matrix, Modules, Plan, plan_matrices
+from jax_nvfp4_moe.quantization.selection import (
+    MODULES,
+    Matrix,
+    Modules,
+    Selection,
+    select_matrices,
+)
 from jax_nvfp4_moe.scheme import Scheme
 
 log = logging.getLogger("jax_nvfp4_moe")
@@ -178,18 +184,18 @@ def quantize_model(
                 str(source),
             )
         load = plan_unquantized(checkpoint)
-        plan = plan_matrices(checkpoint, load.table.requests, modules, exclude)
+        selection = select_matrices(checkpoint, load.table.requests, modules, exclude)
         weighs = find_algorithm(algorithm).needs_importance
         windows, seen = np.zeros((0, 0), np.int32), None
         if chosen is Scheme.W4A4 or weighs:
             windows = split_windows(read_model_config(checkpoint), token_ids, window)
             seen = calibrate(load, windows, squares=weighs, progress=progress)
-            _check_finite(plan, seen)
-        unseen = _report_unseen(plan, seen)
-        writer = _Writer(checkpoint.tensors, plan, seen, FORMATS[format], chosen, algorithm)
+            _check_finite(selection, seen)
+        unseen = _report_unseen(selection, seen)
+        writer = _Writer(checkpoint.tensors, selection, seen, FORMATS[format], chosen, algorithm)
         tensors = writer.quantized() | writer.kept(kept_dtype, _router_corrections(load))
         total = sum(tensor.nbytes for tensor in tensors.values())
-        config, quant_file = _configs(checkpoint, plan, chosen, format, kept_dtype)
+        config, quant_file = _configs(checkpoint, selection, chosen, format, kept_dtype)
         writer.note = log_layers(progress, "quantizing")
         with draw_progress(progress, total, "quantizing") as writer.advance:
             copy_beside(checkpoint, stage)
@@ -198,7 +204,7 @@ def quantize_model(
             checkpoint.tensors.info(name).nbytes for name in checkpoint.tensors.names()
         )
     return {
-        "quantized_matrices": len(plan.matrices),
+        "quantized_matrices": len(selection.matrices),
         "scheme": str(chosen),
         "format": format,
         "source_bytes": source_bytes,
@@ -219,7 +225,7 @@ class _Writer:
     def __init__(
         self,
         tensors: Tensors,
-        plan: Plan,
+        selection: Selection,
         seen: Calibration | None,
         format: CheckpointFormat,
         scheme: Scheme,
@@ -227,10 +233,10 @@ class _Writer:
     ):
         self.note: Callable[[str], None] = lambda name: None
         self.advance: Callable[[int], None] = lambda nbytes: None
-        self._tensors, self._plan, self._seen = tensors, plan, seen
+        self._tensors, self._selection, self._seen = tensors, selection, seen
         self._format, self._scheme, self._algorithm = format, scheme, algorithm
         self._groups: dict[str, list[Matrix]] = {}
-        for matrix in plan.matrices:
+        for matrix in selection.matrices:
             self._groups.setdefault(matrix.group, []).append(matrix)
         self._scales: dict[str, np.float32] = {}
         self._last: tuple[Matrix | None, tuple[np.ndarray, ...]] = None, ()
@@ -238,7 +244,7 @@ class _Writer:
     def quantized(self) -> dict[str, Writable]:
         """Return the tensors that the matrices become, in the order of the source."""
         made: dict[str, Writable] = {}
-        for matrix in sorted(self._plan.matrices, key=self._position):
+        for matrix in sorted(self._selection.matrices, key=self._position):
             for part, shape, dtype, make in self._parts(matrix):
                 name = f"{matrix.module}.{part}"
                 made[name] = self._lazy(name, shape, dtype, functools.partial(make, matrix))
@@ -264,7 +270,7 @@ class _Writer:
           unchanged: the tensors that keep their dtype in any case.
         """
         made: dict[str, Writable] = {}
-        for name, part in self._plan.kept.items():
+        for name, part in self._selection.kept.items():
             target = part.dtype(self._tensors)
             if dtype is not None and _is_float(target) and part.tensor not in unchanged:
                 target = dtype
@@ -367,7 +373,7 @@ def _router_corrections(load: LoadPlan) -> frozenset[str]:
     return frozenset(source.name for part in parts for source in part.all_sources)
 
 
-def _check_finite(plan: Plan, seen: Calibration) -> None:
+def _check_finite(selection: Selection, seen: Calibration) -> None:
     """Check that the activations are finite that enter the matrices during calibration.
 
     Raises:
@@ -377,7 +383,7 @@ def _check_finite(plan: Plan, seen: Calibration) -> None:
         *((name, [inputs]) for name, inputs in seen.linears.items()),
         *((name, inputs) for name, inputs in seen.experts.items()),
     ]
-    wanted = {matrix.owner for matrix in plan.matrices}
+    wanted = {matrix.owner for matrix in selection.matrices}
     wrong = [
         name
         for name, parts in found
@@ -472,10 +478,10 @@ def check_destination(destination: pathlib.Path) -> None:
         )
 
 
-def _report_unseen(plan: Plan, seen: Calibration | None) -> dict[str, list[int]]:
+def _report_unseen(selection: Selection, seen: Calibration | None) -> dict[str, list[int]]:
     """Return the experts that no token of the text reached, and log them."""
     unseen: dict[str, list[int]] = {}
-    owners = {matrix.owner for matrix in plan.matrices if matrix.expert is not None}
+    owners = {matrix.owner for matrix in selection.matrices if matrix.expert is not None}
     for owner, (first, _) in (seen.experts if seen else {}).items():
         absent = np.flatnonzero(first.count == 0).tolist()
         if absent and owner in owners:
@@ -491,7 +497,7 @@ def _report_unseen(plan: Plan, seen: Calibration | None) -> dict[str, list[int]]
     return unseen
 
 
-def _configs(checkpoint: Checkpoint, plan: Plan, scheme: Scheme, format: str, dtype):
+def _configs(checkpoint: Checkpoint, selection: Selection, scheme: Scheme, format: str, dtype):
     """Return the contents of ``config.json`` and of ``hf_quant_config.json``.
 
     The second is None in compressed-tensors' format, which has no such file.
@@ -506,11 +512,11 @@ def _configs(checkpoint: Checkpoint, plan: Plan, scheme: Scheme, format: str, dt
     if format == "modelopt":
         algorithm = "NVFP4" if scheme is Scheme.W4A4 else "W4A16_NVFP4"
         file, config["quantization_config"] = modelopt.declaration(
-            algorithm, plan.excluded, writer_version()
+            algorithm, selection.excluded, writer_version()
         )
         return config, file
     rounds = scheme is Scheme.W4A4
-    config["quantization_config"] = compressed_tensors.declaration(rounds, plan.dense, _FIELDS)
+    config["quantization_config"] = compressed_tensors.declaration(rounds, selection.dense, _FIELDS)
     return config, None
 
 

@@ -1,4 +1,4 @@
-"""Select the matrices of a checkpoint to quantize, and plan what happens to all of its tensors."""
+"""Select the matrices of a checkpoint to quantize, and decide what happens to its tensors."""
 
 import dataclasses
 import fnmatch
@@ -118,7 +118,7 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Selection:
     """What to write.
 
     Attributes:
@@ -135,13 +135,13 @@ class Plan:
     excluded: tuple[str, ...]
 
 
-def plan_matrices(
+def select_matrices(
     checkpoint: Checkpoint,
     requests: Requests,
     modules: Modules = "all",
     exclude: Sequence[str] = (),
-) -> Plan:
-    """Plan what happens to each tensor of an unquantized checkpoint.
+) -> Selection:
+    """Decide what happens to each tensor of an unquantized checkpoint.
 
     Args:
       checkpoint: the open checkpoint. Its headers have been checked against `requests`.
@@ -188,7 +188,7 @@ def plan_matrices(
     }
     quantized = [matrix.module for matrix in chosen]
     dense = _dense_modules(checkpoint, consumed)
-    return Plan(tuple(chosen), kept | moved, tuple(dense), tuple(_collapse(dense, quantized)))
+    return Selection(tuple(chosen), kept | moved, tuple(dense), tuple(_collapse(dense, quantized)))
 
 
 def _owner(part: Slice, owners) -> bool:

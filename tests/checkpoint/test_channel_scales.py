@@ -66,7 +66,7 @@ def test_channel_scales_that_no_tool_writes_are_refused(tmp_path, value):
 
 
 @pytest.mark.eight_devices
-def test_scales_are_divided_with_the_columns_that_they_multiply():
+def test_scales_are_sharded_with_the_columns_that_they_multiply():
     mesh = make_mesh((1, 3))
     # The ids and the scheme of the test above, so that both compile one program.
     how = {"ids": reference_tensors(GIVEN / AWQ)["input_ids"], "scheme": "checkpoint"}

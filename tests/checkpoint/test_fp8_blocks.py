@@ -299,7 +299,7 @@ def test_a_decoding_step_reads_blocks_in_one_chain(tmp_path):
 
 
 @pytest.mark.eight_devices
-def test_blocks_that_a_shard_would_cut_are_not_divided(tmp_path, caplog):
+def test_blocks_that_a_shard_would_cut_are_not_sharded(tmp_path, caplog):
     """With four shards along `tensor`, each would have half of a block of 128 columns."""
     folder = mixed(tmp_path, dense=False)
     caplog.set_level(logging.INFO, "jax_nvfp4_moe")

@@ -124,7 +124,7 @@ def shard(params, devices):
     return jax.device_put(params, NamedSharding(mesh, PartitionSpec("expert")))
 
 
-def check_divided_experts(folder, layout):
+def check_sharded_experts(folder, layout):
     """Restore experts that eight devices share on eight and on two devices."""
     params = shard(params_in(layout), 8)
     save(folder, params)
@@ -142,8 +142,8 @@ def check_divided_experts(folder, layout):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
-def check_divided_tree(folder, layout):
-    """Restore experts divided along `tensor`. Elsewhere, restoring must fail, not reorder rows."""
+def check_sharded_tree(folder, layout):
+    """Restore experts sharded along `tensor`. Elsewhere, restoring must fail, not reorder rows."""
     kinds = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 3), ("expert", "tensor"), kinds, devices=jax.devices()[:6])
     params = shard_experts(params_in("canonical"), find_expert_mesh(mesh))
@@ -161,8 +161,8 @@ def check_divided_tree(folder, layout):
 @pytest.mark.parametrize("layout", ["canonical", "mma_64x64"])
 def test_sharded_experts_come_back_sharded_and_not(tmp_path, layout):
     """Experts are saved on eight devices and restored on eight, on two and on one."""
-    check_divided_experts(tmp_path / "m", layout)
-    check_divided_tree(tmp_path / "divided", layout)
+    check_sharded_experts(tmp_path / "m", layout)
+    check_sharded_tree(tmp_path / "sharded", layout)
     params = params_in(layout)
     same(restore(tmp_path / "m", jax.eval_shape(lambda: params)), params)
 

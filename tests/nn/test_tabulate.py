@@ -130,7 +130,7 @@ def test_a_cache_is_copied_replaced_and_compared():
 
 @pytest.mark.eight_devices
 def test_a_whole_model_on_a_mesh():
-    """The table shows how each variable is divided, which Flax takes from its metadata."""
+    """The table shows how each variable is sharded, which Flax takes from its metadata."""
     model = nvfp4.load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", mesh=make_mesh((1, 2)))
     before = np.asarray(model(IDS))
     table = tabulate(model, IDS)

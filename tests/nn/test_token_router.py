@@ -1,4 +1,4 @@
-"""Test the router as a module: replaced, adapted, trained, left out, and divided over a mesh."""
+"""Test the router as a module: replaced, adapted, trained, left out, and sharded over a mesh."""
 
 import jax
 import jax.numpy as jnp

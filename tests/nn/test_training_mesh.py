@@ -105,8 +105,8 @@ def found(tmp_path_factory):
         ids = np.random.default_rng(0).integers(0, 64, (2, 7)).astype(np.int32)
         shape = (*ids.shape, one.config.vocab_size)
         weights = np.random.default_rng(1).standard_normal(shape, np.float32)
-        divided = gradients(cut, ids, weights)
-        return flat(one, gradients(one, ids, weights)), flat(cut, divided), divided
+        sharded = gradients(cut, ids, weights)
+        return flat(one, gradients(one, ids, weights)), flat(cut, sharded), sharded
 
     return find
 

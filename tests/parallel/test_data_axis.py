@@ -1,4 +1,4 @@
-"""Test that models on a mesh with an axis `data` divide their rows, and gather no tokens."""
+"""Test that models on a mesh with an axis `data` shard their rows, and gather no tokens."""
 
 import functools
 

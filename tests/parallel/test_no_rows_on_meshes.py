@@ -69,7 +69,7 @@ def test_models(folder, shape, dispatch):
     check_model(load_model(CHECKPOINTS / folder, mesh=make_mesh(shape), dispatch=dispatch))
 
 
-def test_a_delta_net_divided_by_heads(tmp_path):
+def test_a_delta_net_sharded_by_heads(tmp_path):
     name, changes = TWO_LAYERS
     write_resized(CHECKPOINTS / name, tmp_path, **changes)
     check_model(load_model(tmp_path, mesh=make_mesh((2, 4))))

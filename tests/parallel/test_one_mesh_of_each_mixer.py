@@ -1,7 +1,7 @@
 """Test one mesh of models whose shards need more than their rows of a matrix.
 
 The slow tests of this folder cover all models, meshes and operations. These few run by default, so
-that a fault in what mixers alone divide is seen at once.
+that a fault in what mixers alone shard is seen at once.
 """
 
 import types
@@ -43,7 +43,7 @@ KIMI = types.SimpleNamespace(
     build_attention=kimi_linear.build_mixer,
     KEYS=kimi_linear.ARCHITECTURE.keys,
 )
-# The folder, its architecture, and the layer of a mixer that four devices divide. If there are two
+# The folder, its architecture, and the layer of a mixer that four devices share. If there are two
 # key heads, pairs of devices hold the same one.
 MIXERS = {
     "a gate for each head": ("step3p7-modelopt-w4a16", step3p7, 1),

@@ -36,7 +36,7 @@ def same(first, second):
 def test_each_shard_has_the_layout_of_its_own_sizes(layout):
     """Some layouts pad the 48 columns of a shard to 64."""
     names = jax.eval_shape(lambda: PARAMS.to_layout(layout)).gate_up.layout, layout
-    divided = to_shards(PARAMS, HALVES, names)
+    sharded = to_shards(PARAMS, HALVES, names)
     rows = np.r_[48:96, 144:192]  # of shard 1
     gate_up, down = jax.tree.map(np.asarray, (PARAMS.gate_up, PARAMS.down))
     own = [
@@ -45,7 +45,7 @@ def test_each_shard_has_the_layout_of_its_own_sizes(layout):
     ]
     scales = gate_up.global_scale, down.global_scale
     for (packed, block_scale), scale, name, axis, tensor in zip(
-        own, scales, names, (1, 2), (divided.gate_up, divided.down), strict=True
+        own, scales, names, (1, 2), (sharded.gate_up, sharded.down), strict=True
     ):
         wanted = to_layout(NVFP4Tensor(packed, block_scale, scale), name)
         assert (tensor.rows, tensor.columns) == (wanted.rows, wanted.columns)
@@ -55,16 +55,16 @@ def test_each_shard_has_the_layout_of_its_own_sizes(layout):
         ):
             shard = np.split(np.asarray(array), 2, axis)[1]
             np.testing.assert_array_equal(shard, np.asarray(part))
-    same(to_one_device(divided, HALVES), PARAMS)
+    same(to_one_device(sharded, HALVES), PARAMS)
 
 
 def test_segments_that_shards_share():
     """Each of four shards has its queries, pairs share half of the keys, and all share a bias."""
     layout = ShardLayout("rows", ((2, 4), (3, 2), (1, 1)), 4)
     rows = np.arange(8 + 6 + 1)
-    divided = to_shards(rows, layout, ())
+    sharded = to_shards(rows, layout, ())
     np.testing.assert_array_equal(
-        divided.reshape(4, 6),
+        sharded.reshape(4, 6),
         [
             [0, 1, 8, 9, 10, 14],
             [2, 3, 8, 9, 10, 14],
@@ -72,7 +72,7 @@ def test_segments_that_shards_share():
             [6, 7, 11, 12, 13, 14],
         ],
     )
-    np.testing.assert_array_equal(to_one_device(divided, layout), rows)
+    np.testing.assert_array_equal(to_one_device(sharded, layout), rows)
 
 
 def test_gradients_and_the_sign_of_zero():
@@ -84,10 +84,10 @@ def test_gradients_and_the_sign_of_zero():
     weights = np.arange(1, 25, dtype=np.float32)
     wanted = np.zeros(15, np.float32)
     np.add.at(wanted, np.asarray(copies), weights)
-    divided, gradient = jax.vjp(lambda rows: to_shards(rows, layout, ()), rows)
-    assert np.signbit(np.asarray(divided)[0])
+    sharded, gradient = jax.vjp(lambda rows: to_shards(rows, layout, ()), rows)
+    assert np.signbit(np.asarray(sharded)[0])
     np.testing.assert_array_equal(gradient(weights)[0], wanted)
-    joined, gradient = jax.vjp(lambda divided: to_one_device(divided, layout), divided)
+    joined, gradient = jax.vjp(lambda sharded: to_one_device(sharded, layout), sharded)
     assert np.asarray(joined).tobytes() == np.asarray(rows).tobytes()
     first = np.unique(np.asarray(copies), return_index=True)[1]
     np.testing.assert_array_equal(np.flatnonzero(gradient(weights[:15])[0]), np.sort(first))
@@ -100,9 +100,9 @@ def normal(*shape):
 def test_columns_of_a_tensor():
     tensor = quantize(normal(32, 64))
     layout = ShardLayout("columns", ((16, 4),), 4)
-    divided = to_shards(tensor, layout, ("mma_64x64",))
-    assert (divided.rows, divided.columns) == (32, 16)
-    same(to_one_device(divided, layout), tensor)
+    sharded = to_shards(tensor, layout, ("mma_64x64",))
+    assert (sharded.rows, sharded.columns) == (32, 16)
+    same(to_one_device(sharded, layout), tensor)
 
 
 @pytest.mark.parametrize("divisors", [False, True])
@@ -114,10 +114,10 @@ def test_global_scales_of_rows_move_with_their_rows(divisors):
         tensor, global_scale=scales, global_divisor=1 / scales if divisors else None
     )
     layout = ShardLayout("rows", ((8, 2), (8, 1)), 2)
-    divided = to_shards(joined, layout, ("mma_64x64",))
+    sharded = to_shards(joined, layout, ("mma_64x64",))
     order = np.r_[0:8, 16:24, 8:16, 16:24]
-    np.testing.assert_array_equal(divided.global_scale, scales[order])
-    same(to_one_device(divided, layout), joined)
+    np.testing.assert_array_equal(sharded.global_scale, scales[order])
+    same(to_one_device(sharded, layout), joined)
     axes = [layout.axis for layout in jax.tree.leaves(array_layouts(joined, layout))]
     assert axes == [0] * (4 if divisors else 3)
 
@@ -133,12 +133,12 @@ def test_experts_in_fp8():
     bias = np.arange(32, dtype=np.float32).reshape(2, 16)
     experts = DenseExperts(matrices(16, 4), matrices(4, 8), bias)
     layout = ShardLayout("rows", ((4, 2), (4, 2)), 2)
-    divided = to_shards(experts, layout, ())
+    sharded = to_shards(experts, layout, ())
     order = np.r_[0:4, 8:12, 4:8, 12:16]
-    np.testing.assert_array_equal(divided.gate_up.scale, experts.gate_up.scale[:, order])
-    np.testing.assert_array_equal(divided.gate_up_bias, experts.gate_up_bias[:, order])
-    np.testing.assert_array_equal(divided.down.scale, experts.down.scale)
-    same(to_one_device(divided, layout), experts)
+    np.testing.assert_array_equal(sharded.gate_up.scale, experts.gate_up.scale[:, order])
+    np.testing.assert_array_equal(sharded.gate_up_bias, experts.gate_up_bias[:, order])
+    np.testing.assert_array_equal(sharded.down.scale, experts.down.scale)
+    same(to_one_device(sharded, layout), experts)
     axes = [layout.axis for layout in jax.tree.leaves(array_layouts(experts, layout))]
     assert axes == [1, 1, 2, None, 1]
 

@@ -20,7 +20,7 @@ from jax_nvfp4_moe.models.gemma4 import DenseMLP
 from jax_nvfp4_moe.nn.attention.grouped_query import Attention
 from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP
 from jax_nvfp4_moe.parallel import ExpertMesh
-from jax_nvfp4_moe.parallel.shard_spec import divided_axes
+from jax_nvfp4_moe.parallel.shard_spec import sharded_axes
 
 pytestmark = [pytest.mark.slow, pytest.mark.eight_devices]
 
@@ -198,7 +198,7 @@ def misplaced(cut):
 
     def roll(variable):
         leaves, tree = jax.tree.flatten(variable)
-        axes = divided_axes(variable)
+        axes = sharded_axes(variable)
         rolled = [
             leaf if axis is None else jnp.roll(leaf, leaf.shape[axis] // 4, axis=axis)
             for leaf, axis in zip(leaves, axes, strict=True)

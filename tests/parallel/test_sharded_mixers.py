@@ -161,14 +161,14 @@ def test_what_stays_whole_is_said(written, name, caplog):
 
 
 def one_range(split, width, index):
-    """Divide as if there were no segments: the negative control of their order."""
+    """Shard as if there were no segments: the negative control of their order."""
     own = width // split.parts
     return [slice(index * own, (index + 1) * own)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_channels_in_a_wrong_order_are_seen(written, name):
-    """Dividing rows without regard to queries, keys and values gives a large error."""
+    """Sharding rows without regard to queries, keys and values gives a large error."""
     ids, logits = one_device(written(name))
     with unittest.mock.patch.object(ShardSpec, "ranges", one_range):
         wrong = call(load(written(name), mesh=make_mesh((1, 2))), ids)

@@ -6,7 +6,7 @@ from unquantized import dequantized
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import plan_unquantized
-from jax_nvfp4_moe.quantization.selection import plan_matrices
+from jax_nvfp4_moe.quantization.selection import select_matrices
 
 PARTS = ("gate", "up", "down")
 
@@ -28,11 +28,13 @@ def alternating(stack):
 def test_stacked_experts_become_one_matrix_each(tmp_path, name, split):
     """The file stores the experts as ``[e, inputs, outputs]``, and biases as ``[e, outputs]``."""
     with open_checkpoint(dequantized(name, tmp_path / "source")) as checkpoint:
-        plan = plan_matrices(checkpoint, plan_unquantized(checkpoint).table.requests)
+        selection = select_matrices(checkpoint, plan_unquantized(checkpoint).table.requests)
         tensors = checkpoint.tensors
-        found = {one.module: one.source.read(tensors) for one in plan.matrices}
-        shapes = {one.module: one.source.shape(tensors) for one in plan.matrices}
-        kept = {key: part.read(tensors) for key, part in plan.kept.items() if "experts." in key}
+        found = {one.module: one.source.read(tensors) for one in selection.matrices}
+        shapes = {one.module: one.source.shape(tensors) for one in selection.matrices}
+        kept = {
+            key: part.read(tensors) for key, part in selection.kept.items() if "experts." in key
+        }
         stacks = [key for key in tensors.names() if key.endswith("experts.gate_up_proj")]
         assert stacks
         for key in stacks:

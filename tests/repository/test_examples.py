@@ -114,7 +114,7 @@ def test_lora_says_which_mixers_it_cannot_take(folder, mixers):
 
 
 @pytest.mark.eight_devices
-def test_lora_says_that_heads_are_divided():
+def test_lora_says_that_heads_are_sharded():
     model = load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", mesh=make_mesh((1, 2)))
     with pytest.raises(ValueError, match=r'along the mesh axis "tensor"; got layers.0 Attention'):
         lora.add_lora(model, rank=2, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Train and run models with their batches divided over several devices, as a user would.
+"""Train and run models with their batches sharded over several devices, as a user would.
 
 These programs run on CPU devices or on GPUs, except one that needs eight devices.
 """
@@ -86,7 +86,7 @@ def test_training():
 
 @pytest.mark.eight_devices
 def test_a_checkpoint_on_named_axes():
-    """Data, experts and heads are divided, two parts each, along axes with the user's names."""
+    """Data, experts and heads are sharded, two parts each, along axes with the user's names."""
     names = {"data": "dp", "expert": "ep", "tensor": "tp"}
     mesh = jax.make_mesh((2, 2, 2), tuple(names.values()), axis_types=(AxisType.Auto,) * 3)
     alone = nvfp4.load_model(EXAMPLE, dtype=jnp.float32)

@@ -219,20 +219,20 @@ WHOLE_STATES = ("standard", "pytree", "manager")  # a pure dict holds no metadat
 @pytest.mark.parametrize(
     "checkpointer", [CHECKPOINTERS[name] for name in WHOLE_STATES], ids=WHOLE_STATES
 )
-def test_a_mesh_that_divides_otherwise_is_refused(checkpointer, tmp_path):
+def test_a_mesh_that_shards_otherwise_is_refused(checkpointer, tmp_path):
     """The rows of gate and up are in the order of the shards: equal shapes, another order."""
     save, restore = checkpointer
     make = functools.partial(nvfp4.NVFP4MoE, 8, 64, 64, top_k=2, backend="reference")
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    divided, whole = make(rngs=nnx.Rngs(0), mesh=mesh), make(rngs=nnx.Rngs(1))
-    save(tmp_path, nnx.state(divided))
+    sharded, whole = make(rngs=nnx.Rngs(0), mesh=mesh), make(rngs=nnx.Rngs(1))
+    save(tmp_path, nnx.state(sharded))
     with pytest.raises(ValueError, match="rows_32x2_32x2_on_2_shards"):
         restore(tmp_path, nnx.state(whole))
-    with pytest.raises(ValueError, match="divided as ShardLayout"):
-        nnx.update(whole, nnx.state(divided))
-    merged = nnx.merge(nnx.graphdef(make(rngs=nnx.Rngs(1))), nnx.state(divided))
+    with pytest.raises(ValueError, match="sharded as ShardLayout"):
+        nnx.update(whole, nnx.state(sharded))
+    merged = nnx.merge(nnx.graphdef(make(rngs=nnx.Rngs(1))), nnx.state(sharded))
     with pytest.raises(ValueError, match="got 2 parts"):
         merged(X)
     again = make(rngs=nnx.Rngs(2), mesh=mesh)
     nnx.update(again, restore(tmp_path, nnx.state(again)))
-    np.testing.assert_array_equal(np.asarray(again(X)), np.asarray(divided(X)))
+    np.testing.assert_array_equal(np.asarray(again(X)), np.asarray(sharded(X)))

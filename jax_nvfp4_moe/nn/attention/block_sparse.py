@@ -11,7 +11,7 @@ from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.nn.attention.grouped_query import Attention, GQAConfig
 from jax_nvfp4_moe.nn.attention.kv_cache import KEY_AXES, empty_entries, group_channels
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.nn.packing import pack_like, unpack
 from jax_nvfp4_moe.numerics.rope import rotate
 from jax_nvfp4_moe.ops.block_attention import BlockChoice, block_attention
 
@@ -60,7 +60,7 @@ class BlockSparseAttention(Attention):
     def mix(self, x, positions, entries):
         """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         q, k, v = self.project(x, positions)
-        index = spread(self.index(x), positions)
+        index = unpack(self.index(x), positions)
         index = group_channels(index, self.config.index_dim)
         index_q, index_k = jnp.split(index, [self.config.num_kv_heads], axis=2)
         index = [self.index_q_norm(index_q), self.index_k_norm(index_k)]

@@ -25,8 +25,8 @@ from jax_nvfp4_moe.nn.attention.indexer import Indexer, IndexerSizes
 from jax_nvfp4_moe.nn.attention.key_pool import KeyPool, PoolSizes, Recent, Span
 from jax_nvfp4_moe.nn.attention.kv_cache import group_channels
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.packing import pack_like, spread
-from jax_nvfp4_moe.nn.sharding import divide
+from jax_nvfp4_moe.nn.packing import pack_like, unpack
+from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.norms import normalize_plainly
 from jax_nvfp4_moe.numerics.rope import Rope, rotate_last
 from jax_nvfp4_moe.ops.causal_attention import attention
@@ -86,9 +86,9 @@ class PooledIndexer(Indexer):
 
     def __call__(self, x: Float[Array, "... h"], latent: Float[Array, "... r"], positions) -> Any:
         """Return queries ``[b, t, heads, head_dim]`` and the float32 weights of the heads."""
-        q = spread(self.queries(latent), positions)
+        q = unpack(self.queries(latent), positions)
         q = group_channels(q, self.sizes.head_dim)
-        return rotate_last(q, positions, self.rope), spread(self._weigh(x), positions)
+        return rotate_last(q, positions, self.rope), unpack(self._weigh(x), positions)
 
 
 class CompressedAttention(HeadParallel):
@@ -131,9 +131,9 @@ class CompressedAttention(HeadParallel):
         config = self.config
         latent, key = jnp.split(self.down(x), [config.q_lora_rank], axis=-1)
         latent = self.q_norm(latent)
-        q = group_channels(spread(self.q(latent), positions), config.head_dim)
+        q = group_channels(unpack(self.q(latent), positions), config.head_dim)
         q = rotate_last(normalize_plainly(q, config.eps), positions, config.rope)
-        key = spread(self.kv_norm(key), positions)[:, :, None, :]
+        key = unpack(self.kv_norm(key), positions)[:, :, None, :]
         key = rotate_last(key, positions, config.rope)[:, :, 0]
         near, places, kept = self._append(entries, key, positions)
         sinks, d = self.sinks.get_value(), config.head_dim
@@ -204,7 +204,7 @@ def build_compressed_attention(config: CompressedConfig, path: str, make: Builde
     """
     groups, shards = config.groups, make.settings.shards
     rows = ShardSpec("rows", shards)
-    return divide(
+    return build_sharded(
         make,
         lambda make, sizes: CompressedAttention(sizes, make, path),
         config,

@@ -9,8 +9,8 @@ from jax import lax
 from jax_nvfp4_moe.backends.heads import HeadOptions, normalize_heads, split_heads
 from jax_nvfp4_moe.nn.attention.kv_cache import KEY_AXES, build_keys_and_values, group_channels
 from jax_nvfp4_moe.nn.building import Builder, as_stored
-from jax_nvfp4_moe.nn.packing import pack_like, spread
-from jax_nvfp4_moe.nn.sharding import divide
+from jax_nvfp4_moe.nn.packing import pack_like, unpack
+from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.norms import mean_square, normalize
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.ops.causal_attention import attention
@@ -209,7 +209,7 @@ class Attention(HeadParallel):
 
     def _projected(self, x, positions):
         """Return the projected queries, keys and values ``[b, t, n d]``, and the gates."""
-        qkv = spread(self.qkv(x), positions)
+        qkv = unpack(self.qkv(x), positions)
         if self.config.values_from_keys:
             k = qkv[..., -self.config.num_kv_heads * self.config.head_dim :]
             qkv = jnp.concatenate([qkv, k], axis=-1)
@@ -288,7 +288,7 @@ def build_heads(config: Any, path: str, make: Builder, attention: Any = Attentio
     norms = {}
     if getattr(config, "normalize", None) == "whole":
         norms = {"q_norm": rows, "k_norm": kv_rows}
-    return divide(
+    return build_sharded(
         make,
         lambda make, sizes: attention(sizes, make, path),
         config,

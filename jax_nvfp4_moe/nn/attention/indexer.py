@@ -24,7 +24,7 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
-from jax_nvfp4_moe.nn.packing import spread
+from jax_nvfp4_moe.nn.packing import unpack
 from jax_nvfp4_moe.numerics.norms import layer_normalize
 from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
 from jax_nvfp4_moe.ops.chosen_keys import choose_keys
@@ -97,11 +97,11 @@ class Indexer(nnx.Module):
           The queries ``[b, t, heads, head_dim]``, the keys ``[b, t, 1, head_dim]``, and the float32
           weights of the heads ``[b, t, heads]``.
         """
-        q = spread(self.queries(latent), positions)
+        q = unpack(self.queries(latent), positions)
         q = group_channels(q, self.sizes.head_dim)
         weight, bias = self.norm_weight.get_value(), self.norm_bias.get_value()
-        k = layer_normalize(spread(self.keys(x), positions), weight, bias, _EPS)[:, :, None, :]
-        weights = spread(self._weigh(x), positions)
+        k = layer_normalize(unpack(self.keys(x), positions), weight, bias, _EPS)[:, :, None, :]
+        weights = unpack(self._weigh(x), positions)
         return self._rotate(q, positions), self._rotate(k, positions), weights
 
     def choose(

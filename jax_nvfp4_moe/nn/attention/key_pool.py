@@ -28,7 +28,7 @@ from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.nn.attention.kv_cache import empty_entries
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.packing import spread
+from jax_nvfp4_moe.nn.packing import unpack
 from jax_nvfp4_moe.numerics.rope import Rope, rotate_last
 
 
@@ -104,7 +104,7 @@ class Recent(NamedTuple):
         def write(room, places, new):
             return room.at[places].set(new, mode="drop", unique_indices=True)
 
-        # XLA divides the rows of a mapped axis among devices, but not those of an index.
+        # XLA shards the rows of a mapped axis among devices, but not those of an index.
         return cls(jax.vmap(write)(room, places, new), places, base)
 
     def keep(self, base: Int32[Array, " b"], count: int) -> Float[Array, "b m d"]:
@@ -174,7 +174,7 @@ class KeyPool(nnx.Module):
         span = Span.of(positions)
         first = span.start // rate  # the first window that is not full yet
         before = sizes.windows - 1
-        new = spread(self.projections(x), positions)
+        new = unpack(self.projections(x), positions)
         base = (first - before) * rate
         recent = Recent.extend(old, base, new, positions)
         count = (t + rate - 1) // rate  # so many windows may become full

@@ -11,13 +11,13 @@ from jax_nvfp4_moe.backends.attention import widen
 from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
-from jax_nvfp4_moe.parallel.sharded_variable import DividedVariable
+from jax_nvfp4_moe.parallel.sharded_variable import ShardedVariable
 
 # Name of a cache entry of `KeysAndValues` -> its axis of heads.
 KEY_AXES: Mapping[str, int | None] = {"k": 1, "v": 1}
 
 
-class CacheScale(DividedVariable, nnx.Variable):
+class CacheScale(ShardedVariable, nnx.Variable):
     """Scale by which FP8 keys or values are multiplied.
 
     It is not an `nnx.Param`, so optimizers skip it.

@@ -23,8 +23,8 @@ from jax_nvfp4_moe.nn.intermediates import is_recorded, record
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
-from jax_nvfp4_moe.nn.packing import is_spread, pack_like, spread
-from jax_nvfp4_moe.nn.sharding import divide
+from jax_nvfp4_moe.nn.packing import is_unpacked, pack_like, unpack
+from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
@@ -179,7 +179,7 @@ class LatentAttention(HeadParallel):
         Calibration needs the latents themselves.
         """
         few = entries is not None and positions.shape[1] <= _FEW_TOKENS
-        return few and is_spread(x, positions) and not is_recorded(self.kv_up)
+        return few and is_unpacked(x, positions) and not is_recorded(self.kv_up)
 
     def _project_into(self, x, positions, cache):
         """Return the queries, as `_project` does, and the cache with new latents."""
@@ -212,7 +212,7 @@ class LatentAttention(HeadParallel):
         if config.q_lora_rank is not None:
             residual = self.q_norm(q)
             q = self.q(residual)
-        q, latent, key = (spread(part, positions) for part in (q, self.kv_norm(latent), key))
+        q, latent, key = (unpack(part, positions) for part in (q, self.kv_norm(latent), key))
         key = rotate_key(key[:, :, None, :], positions, config.rope, config.interleaved)
         latent = jnp.concatenate([latent[:, :, None, :], key], axis=-1)
         # Calibration needs the inputs of `kv_up`. They are recorded here, because the second form
@@ -387,7 +387,7 @@ def build_latent_attention(
 ) -> LatentAttention:
     """Build a latent attention layer, divided by heads along the mesh axis `tensor`.
 
-    The projections from latents to heads and the output projection are divided. Without a latent of
+    The projections from latents to heads and the output projection are sharded. Without a latent of
     the queries, so is their projection. The other down-projections and the latent cache are
     replicated on every device.
 
@@ -404,7 +404,7 @@ def build_latent_attention(
     query = "attention.q" if config.q_lora_rank is not None else "down.q"
     # "k" and "v" name the scales of FP8 keys and values; no linear layer has these names.
     by_heads = (query, "kv_up", "k", "v", "gate")
-    return divide(
+    return build_sharded(
         make,
         lambda make, sizes: kind(sizes, make, path),
         config,

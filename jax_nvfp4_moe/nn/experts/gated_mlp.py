@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.sharding import divide
+from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.ops.gating import activate
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -57,7 +57,7 @@ def build_gated_mlp(
     intermediate: int,
     build: Callable[[Builder, str, int, int], GatedMLP] = GatedMLP,
 ) -> GatedMLP:
-    """Build a `GatedMLP`, divided along the mesh axis `tensor` where that is possible.
+    """Build a `GatedMLP`, sharded along the mesh axis `tensor` where that is possible.
 
     Args:
       make: builder of the model.
@@ -68,7 +68,7 @@ def build_gated_mlp(
     """
     shards = make.settings.shards
     rows = ShardSpec("rows", shards)
-    return divide(
+    return build_sharded(
         make,
         lambda make, width: build(make, path, hidden, width),
         intermediate,
@@ -114,7 +114,7 @@ def build_joined_mlp(
     intermediate: int,
     activation: str | ActivationCall = "silu",
 ) -> JoinedMLP:
-    """Build a `JoinedMLP`, divided along the mesh axis `tensor` where that is possible.
+    """Build a `JoinedMLP`, sharded along the mesh axis `tensor` where that is possible.
 
     Args:
       make: builder of the model.
@@ -124,7 +124,7 @@ def build_joined_mlp(
       activation: as for `JoinedMLP`. Defaults to "silu".
     """
     shards = make.settings.shards
-    return divide(
+    return build_sharded(
         make,
         lambda make, width: JoinedMLP(make, path, hidden, width, activation),
         intermediate,

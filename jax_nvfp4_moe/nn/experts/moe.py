@@ -183,14 +183,14 @@ class NVFP4MoE(nnx.Module):
             float32.
           param_dtype: dtype of a random router weight. Defaults to float32.
           mesh: `jax.sharding.Mesh` with at least one of the axes `expert`, `tensor` and `data`. The
-            routed experts are distributed along `expert`, and each expert is divided along
-            `tensor`; see `parallel.experts`. Tokens are divided along `data`. The router is
+            routed experts are distributed along `expert`, and each expert is sharded along
+            `tensor`; see `parallel.experts`. Tokens are sharded along `data`. The router is
             replicated, and so is everything along further axes. None runs on one device.
           axis_names: names of the axes of `mesh` that are called something else, such as
             ``{"expert": "ep", "tensor": "tp", "data": "dp"}``. Defaults to None.
           dispatch: how tokens reach their experts over `mesh`; see `parallel.dispatch`. With "psum"
             (the default), every device runs its own experts on all tokens, and the results are
-            summed. With "all_to_all", or "ragged" on GPUs, the tokens are divided along `expert`
+            summed. With "all_to_all", or "ragged" on GPUs, the tokens are sharded along `expert`
             and sent to their experts.
           capacity: largest number of rows that one shard sends to another in one round of
             "all_to_all". None sends all rows in one round.
@@ -414,15 +414,15 @@ class NVFP4MoE(nnx.Module):
         if self.latent is None:
             y = self.experts(x, *chosen)
         else:
-            inner = self.experts(self._beside_experts(self.latent.down, x), *chosen)
-            y = self._beside_experts(self.latent.up, inner).astype(self.dtype)
+            inner = self.experts(self._on_own_tokens(self.latent.down, x), *chosen)
+            y = self._on_own_tokens(self.latent.up, inner).astype(self.dtype)
         if self.shared_experts is None:
             return y
         # Over a mesh the arrays are sharded, and a call of a kernel would gather them.
         on_mesh = self.experts.expert_mesh is not None
         plain_gate = None if on_mesh else self._find_plain_gate()
         with jax.named_scope("shared_experts"):
-            shared = self._beside_experts(self.shared_experts, own).astype(self.dtype)
+            shared = self._on_own_tokens(self.shared_experts, own).astype(self.dtype)
             if plain_gate is not None:
                 record(plain_gate, own)  # as the call of the module would
                 weight = plain_gate.weight.get_value().reshape(-1)
@@ -439,8 +439,8 @@ class NVFP4MoE(nnx.Module):
             return None
         return gate if gate.weight.get_value().shape[0] == 1 else None
 
-    def _beside_experts(self, module, x):
-        """Return ``module(x)``; if dispatch divides the tokens, each device runs its own tokens."""
+    def _on_own_tokens(self, module, x):
+        """Return ``module(x)``; if dispatch shards the tokens, each device runs its own tokens."""
         expert_mesh = self.experts.expert_mesh
         if (
             expert_mesh is None

@@ -153,12 +153,12 @@ class RoutedExperts(nnx.Module):
           layout: name of the layout of each shard's weights. None means canonical. Without a mesh
             it is not used.
         """
-        self.options, self.expert_mesh, divided = options, expert_mesh, None
+        self.options, self.expert_mesh, sharded = options, expert_mesh, None
         if expert_mesh is not None:
             how = {"interleaved": options.activation.row.interleaved}
-            divided = expert_layout(params, expert_mesh, **how)
+            sharded = expert_layout(params, expert_mesh, **how)
             params = shard_experts(params, expert_mesh, layout=layout, **how)
-        self.params = mark(NVFP4Param(params), divided)
+        self.params = mark(NVFP4Param(params), sharded)
         self._note_specs()
         self.slots: ExpertSlots | None = nnx.data(None)
 
@@ -217,7 +217,7 @@ class RoutedExperts(nnx.Module):
         shards = 1 if self.expert_mesh is None else self.expert_mesh.tensor
         if stored != shards:
             raise ValueError(
-                f"params: expected experts that are divided into {shards} parts along 'tensor', as "
+                f"params: expected experts that are sharded into {shards} parts along 'tensor', as "
                 f"on the mesh of this module; got {stored} parts, from a module on another mesh. "
                 "Save that module with `nvfp4.save`, and `nvfp4.restore` converts its weights"
             )
@@ -233,8 +233,8 @@ class RoutedExperts(nnx.Module):
           params: weights in the layout of the old ones. On a mesh, global arrays that are sharded
             like the old ones.
         """
-        divided = find_layout(self.params)
-        self.params = mark(NVFP4Param(params), divided)
+        sharded = find_layout(self.params)
+        self.params = mark(NVFP4Param(params), sharded)
         self._note_specs()
 
     def _note_specs(self):

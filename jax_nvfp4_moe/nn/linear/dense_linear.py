@@ -20,8 +20,8 @@ class DenseLinear(nnx.Module):
       bias: `nnx.Param` ``[n]`` in the module's dtype, or None.
       dtype: static dtype of the result; inputs are cast to it.
       target: static `Target` that products are lowered for; None for any platform.
-      bias_axis: static str, None by default. The mesh axis over whose shards the columns of
-        `weight` are divided, and the results summed. Then only the first shard adds the bias.
+      bias_axis: static str, None by default. The mesh axis over which the columns of `weight`
+        are sharded and the results summed. Then only the first shard adds the bias.
     """
 
     bias_axis: str | None = None

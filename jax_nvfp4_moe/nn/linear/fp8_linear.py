@@ -49,8 +49,8 @@ class FP8Linear(nnx.Module):
       checkpoint_scheme: static `FP8ActivationScaling`. The rounding that the checkpoint declares.
       activations: static `FP8ActivationScaling`. The rounding that runs.
       multiply_by_reciprocal: static bool; see `numerics.fp8.round_fp8`.
-      bias_axis: static str, None by default. The mesh axis over whose shards the columns of
-        `weight` are divided, and the results summed. Then only the first shard adds the bias.
+      bias_axis: static str, None by default. The mesh axis over which the columns of `weight`
+        are sharded and the results summed. Then only the first shard adds the bias.
     """
 
     bias_axis: str | None = None

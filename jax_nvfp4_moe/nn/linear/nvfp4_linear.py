@@ -47,8 +47,8 @@ class NVFP4Linear(nnx.Module):
       plan: static `scheme.Plan`. The scheme, the backend and the weight layout, chosen once when
         the module is made. Every call follows it.
       dtype: static dtype of the result; inputs are cast to it.
-      bias_axis: static str, None by default. The mesh axis over whose shards the columns of
-        `weight` are divided, and the results summed. Then only the first shard adds the bias.
+      bias_axis: static str, None by default. The mesh axis over which the columns of `weight`
+        are sharded and the results summed. Then only the first shard adds the bias.
 
     Example:
       >>> import jax.numpy as jnp

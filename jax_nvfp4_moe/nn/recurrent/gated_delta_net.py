@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear
-from jax_nvfp4_moe.nn.packing import pack_like, spread
-from jax_nvfp4_moe.nn.sharding import divide
+from jax_nvfp4_moe.nn.packing import pack_like, unpack
+from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent import gated_delta_step
@@ -174,8 +174,8 @@ class GatedDeltaNet(HeadParallel):
         whole = self.projections  # a user may have wrapped it, for example in nnx.LoRA
         merged = isinstance(whole, MergedLinear) and positions.shape[1] == 1
         if merged and whole.names[1:] in (("b_a",), ("ba",)):
-            return tuple(spread(part, positions) for part in whole.apart(x))
-        return spread(whole(x), positions), None
+            return tuple(unpack(part, positions) for part in whole.apart(x))
+        return unpack(whole(x), positions), None
 
 
 def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
@@ -195,7 +195,7 @@ def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
     # For tensors in the order of the heads: interleaved channels, z, and one number per head.
     rows = ShardSpec("rows", shards)
     channels = ShardSpec("rows", shards, (sizes.keys, sizes.keys, sizes.values))
-    return divide(
+    return build_sharded(
         make,
         lambda make, sizes: GatedDeltaNet(sizes, make, path),
         sizes,

@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.backends.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear
-from jax_nvfp4_moe.nn.packing import pack_like, spread
-from jax_nvfp4_moe.nn.sharding import divide
+from jax_nvfp4_moe.nn.packing import pack_like, unpack
+from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent import kimi_delta_step
@@ -120,8 +120,8 @@ class KimiDelta(HeadParallel):
         b, t = positions.shape
         old = self._start(b) if entries is None else entries
         projected, rates = self._project(x, positions)
-        decays = spread(_project_twice(self.decay_down, self.decay_up, x), positions)
-        gates = spread(_project_twice(self.gate_down, self.gate_up, x), positions)
+        decays = unpack(_project_twice(self.decay_down, self.decay_up, x), positions)
+        gates = unpack(_project_twice(self.gate_down, self.gate_up, x), positions)
         weights = {
             "conv_weight": self.conv.get_value()[:, 0],
             "A_log": self.A_log.get_value(),
@@ -151,8 +151,8 @@ class KimiDelta(HeadParallel):
         """
         whole = self.projections  # a user may have wrapped it, for example in nnx.LoRA
         if isinstance(whole, MergedLinear) and whole.names[1:] == ("rate",):
-            return tuple(spread(part, positions) for part in whole.apart(x))
-        return spread(whole(x), positions), None
+            return tuple(unpack(part, positions) for part in whole.apart(x))
+        return unpack(whole(x), positions), None
 
 
 def _project_twice(down, up, x):
@@ -161,7 +161,7 @@ def _project_twice(down, up, x):
 
 
 def build_kimi_delta(sizes: KimiDeltaSizes, path: str, make: Builder):
-    """Make a Kimi delta attention. Over a mesh its heads are divided along `tensor`.
+    """Make a Kimi delta attention. Over a mesh its heads are sharded along `tensor`.
 
     Args:
       sizes: the sizes of the whole mixer.
@@ -172,7 +172,7 @@ def build_kimi_delta(sizes: KimiDeltaSizes, path: str, make: Builder):
     if sizes.heads % shards:
         reason = f"{sizes.heads} heads cannot be divided into {shards} equal parts"
     by_heads = ("q", "k", "v", "rate", "decay_up", "gate_up", "A_log", "dt_bias")
-    return divide(
+    return build_sharded(
         make,
         lambda make, sizes: KimiDelta(sizes, make, path),
         sizes,

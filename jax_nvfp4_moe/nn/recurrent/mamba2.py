@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.packing import pack_like, spread
-from jax_nvfp4_moe.nn.sharding import divide
+from jax_nvfp4_moe.nn.packing import pack_like, unpack
+from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.mamba2 import mamba2_scan
@@ -146,7 +146,7 @@ class Mamba2(HeadParallel):
         scan = functools.partial(mamba2_scan, dtype=self.dtype, target=self.target)
         prompt = functools.partial(mix_mamba2, scan=scan, convolution=convolution)
         y, conv, state = (step if t == 1 else prompt)(
-            spread(self.in_proj(x), positions),
+            unpack(self.in_proj(x), positions),
             positions,
             old["conv"],
             old["state"],
@@ -179,7 +179,7 @@ def build_mamba2(config: Mamba2Config, path: str, make: Builder):
     rows = ShardSpec("rows", shards)
     convolved = (config.inner, *(config.groups * config.state_size,) * 2)  # x, B and C
     channels = ShardSpec("rows", shards, convolved)
-    return divide(
+    return build_sharded(
         make,
         lambda make, sizes: Mamba2(sizes, make, path),
         config,

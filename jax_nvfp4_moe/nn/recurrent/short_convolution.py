@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.packing import pack_like, spread
-from jax_nvfp4_moe.nn.sharding import divide
+from jax_nvfp4_moe.nn.packing import pack_like, unpack
+from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -72,7 +72,7 @@ class ShortConvolution(HeadParallel):
         tokens of its row and does not change the entries.
         """
         old = self._start(positions.shape[0]) if entries is None else entries
-        b, c, inputs = jnp.split(spread(self.in_proj(x), positions), 3, axis=-1)
+        b, c, inputs = jnp.split(unpack(self.in_proj(x), positions), 3, axis=-1)
         weight = self.conv_weight.get_value()[:, 0]
         mixed, inputs = convolve(b * inputs, old["inputs"], weight, positions < PADDING)
         if self.conv_bias is not None:
@@ -83,7 +83,7 @@ class ShortConvolution(HeadParallel):
 
 
 def build_short_convolution(sizes: ShortConvolutionSizes, path: str, make: Builder):
-    """Make a gated short convolution. Over a mesh its channels are divided along `tensor`.
+    """Make a gated short convolution. Over a mesh its channels are sharded along `tensor`.
 
     Args:
       sizes: the sizes of the whole mixer.
@@ -92,7 +92,7 @@ def build_short_convolution(sizes: ShortConvolutionSizes, path: str, make: Build
     """
     shards, n = make.settings.shards, sizes.channels
     rows = ShardSpec("rows", shards)
-    return divide(
+    return build_sharded(
         make,
         lambda make, sizes: ShortConvolution(sizes, make, path),
         sizes,

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     Attributes:
       name: path of the variable, or `TREE`.
       value: value of the variable, with arrays or `jax.ShapeDtypeStruct` as leaves.
-      shards: how a mesh divides the variable. None means that every device holds all of it.
+      shards: how a mesh shards the variable. None means that every device holds all of it.
     """
 
     name: str
@@ -68,7 +68,7 @@ def tree_shards(entries: Sequence[Entry]) -> int:
 
 
 def _count_columns(matrices):
-    """Return the number of shards among which the columns of ``[e, n, k]`` are divided."""
+    """Return the number of shards among which the columns of ``[e, n, k]`` are sharded."""
     sharding = getattr(matrices, "sharding", None)
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) < 3:
         return 1
@@ -130,12 +130,12 @@ def _read_shards(saved) -> ShardLayout | None:
 
 
 def _reorder(value, here: ShardLayout | None, there: ShardLayout | None, names: tuple[str, ...]):
-    """Return `value`, which is divided as `here` says, divided as `there` says.
+    """Return `value`, which is sharded as `here` says, sharded as `there` says.
 
     Args:
       value: value of a variable, in any layouts.
-      here: how `value` is divided; None means that it is replicated.
-      there: how the result is divided; None means that it is replicated.
+      here: how `value` is sharded; None means that it is replicated.
+      there: how the result is sharded; None means that it is replicated.
       names: name of the layout of each NVFP4 tensor in the result.
     """
     return to_shards(to_one_device(value, here), there, names)

@@ -4,7 +4,7 @@ A saved folder holds two things:
 
 * ``arrays``, written by Orbax's `StandardCheckpointer`;
 * ``layouts.json``, the record. It stores the layout of each NVFP4 weight with the version of that
-  layout, and how a mesh divides each variable.
+  layout, and how a mesh shards each variable.
 
 The record has a temporary name until all arrays are written, so an interrupted save is never
 mistaken for a complete one. A save that replaces an earlier one writes its arrays to
@@ -71,7 +71,7 @@ def save(folder: str | pathlib.Path, module: Any, *, overwrite: bool = False) ->
         ``~`` is expanded.
       module: an `nnx.Module`, of this package or one that contains such modules. Or `MoEParams`, an
         `NVFP4Tensor`, or any tree of arrays. Arrays may be sharded. A tree does not record how a
-        mesh divides it, so it can only be restored on the same number of shards.
+        mesh shards it, so it can only be restored on the same number of shards.
       overwrite: whether to replace an earlier save in `folder`. The earlier save stays complete
         until the new one is. A folder with files that `save` has not written is refused either
         way. Defaults to False, which refuses a folder with an earlier save.
@@ -174,7 +174,7 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
             [
                 f"{LAYOUTS}: experts were saved on {saved} shards along '{TENSOR}', but those of "
                 f"`like` are on {wanted}. Restore a tree on {saved} shards, or save a module, "
-                "which records how a mesh divides it"
+                "which records how a mesh shards it"
             ],
             str(folder),
         )
