@@ -1,11 +1,14 @@
 """Calls of every op, whose numbers of rows and of tokens a test chooses.
 
-The shape of an array is a tuple of numbers and of names: "b" stands for the number of rows, and "t"
-for the number of tokens in each row, or of all tokens if the op has no rows.
+Arrays are written as their shapes with commas between them, such as "b t 64, i32 b t". Here "b" is
+the number of rows, and "t" that of tokens in each row, or of all tokens if the op has no rows. A
+dtype stands before the shape if it is not that of the activations.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,9 +29,17 @@ from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
 Shape = tuple[int | str, ...]
 FULL = {"b": 2, "t": 3}
 ROPE = Rope((1.0, 0.5, 0.25, 0.125))
-BT, TOKENS = ("b", "t"), ("b", "t", 64)
-# Arrays that keep their dtype, whatever that of the activations.
-F32, I32, FP8 = np.float32, np.int32, jnp.float8_e4m3fn
+DTYPES = {"f32": np.float32, "i32": np.int32, "fp8": jnp.float8_e4m3fn}
+
+
+def parse(arrays: str) -> list[tuple[Shape, Any]]:
+    """Return the shape of each array, and its dtype or None for that of the activations."""
+    made = []
+    for words in (array.split() for array in arrays.split(",")):
+        own = DTYPES.get(words[0])
+        sizes = words if own is None else words[1:]
+        made.append((tuple(int(size) if size.isdigit() else size for size in sizes), own))
+    return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,32 +48,41 @@ class Call:
 
     Attributes:
       run: the op, a function of the operands and of options.
-      operands: shape of each operand, and its dtype if it is not that of the activations.
-      results: shape of each result.
+      takes: the operands.
+      gives: the results.
       kept: index of a result -> index of the operand that it equals if there are no tokens.
       dtypes: dtypes of activations that the op takes.
       options: names of the arguments among `backend` and `target` that the op has.
     """
 
     run: Callable[..., Any]
-    operands: Sequence[tuple[Any, ...]]
-    results: Sequence[Shape]
+    takes: str
+    gives: str
     kept: Mapping[int, int] = dataclasses.field(default_factory=dict)
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     options: tuple[str, ...] = ("backend", "target")
+
+    @functools.cached_property
+    def operands(self) -> list[tuple[Shape, Any]]:
+        """Return the shape and the dtype of each operand."""
+        return parse(self.takes)
+
+    @property
+    def results(self) -> list[Shape]:
+        """Return the shape of each result."""
+        return [shape for shape, _ in parse(self.gives)]
 
     def make(self, dtype: str, sizes: Mapping[str, int]) -> list[jax.Array]:
         """Return the operands for some numbers of rows and tokens."""
         rng = np.random.default_rng(0)
         made = []
-        for shape, *own in self.operands:
-            own = own[0] if own else dtype
+        for shape, own in self.operands:
             size = resolve(shape, sizes)
-            if own == I32:
+            if own == np.int32:
                 values = np.broadcast_to(np.arange(size[-1] if size else 1), size) % 4
             else:
                 values = np.abs(rng.normal(size=size))
-            made.append(jnp.asarray(values).astype(own))
+            made.append(jnp.asarray(values).astype(own or dtype))
         return made
 
     def results_of(self, *operands, **options) -> list[jax.Array]:
@@ -72,12 +92,23 @@ class Call:
     @property
     def axes(self) -> set[str]:
         """Return which of "b" and "t" the call has."""
-        return {name for shape, *_ in self.operands for name in shape if isinstance(name, str)}
+        return {name for shape, _ in self.operands for name in shape if isinstance(name, str)}
 
 
 def resolve(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return a shape with numbers in place of names."""
     return tuple(sizes[size] if isinstance(size, str) else size for size in shape)
+
+
+def named(op: Callable[..., Any], names: str, **fixed: Any) -> Callable[..., Any]:
+    """Return `op` as a function of its operands alone, of which the last ones have `names`."""
+
+    def run(*given, **how):
+        count = len(given) - len(names.split())
+        own = dict(zip(names.split(), given[count:], strict=True))
+        return op(*given[:count], **own, **fixed, **how)
+
+    return run
 
 
 def _quantized(*shape):
@@ -87,28 +118,8 @@ def _quantized(*shape):
 EXPERTS = testing.random_moe_params(jax.random.key(1), num_experts=4, hidden=64, intermediate=64)
 _DENSE = DenseExperts(jnp.ones((4, 128, 64)) / 64, jnp.ones((4, 64, 64)) / 64)
 _MATRIX, _MATRICES = _quantized(32, 64), _quantized(3, 32, 64)
-_FP8 = FP8Tensor(jnp.ones((32, 64), FP8), jnp.ones(32))
+_FP8 = FP8Tensor(jnp.ones((32, 64), DTYPES["fp8"]), jnp.ones(32))
 _ROUTER = Router(2)
-_HEADS, _CACHE = ("b", "t", 4, 64), ("b", 2, 8, 64)
-_DELTA = {"q": ("b", "t", 2, 16), "v": ("b", "t", 2, 3, 16), "rate": ("b", "t", 2, 3)}
-
-
-def _delta_step(projected, positions, inputs, state, *weights, **how):
-    names = "conv_weight", "A_log", "dt_bias", "norm"
-    named = dict(zip(names, weights, strict=True))
-    return ops.gated_delta_step(projected, positions, inputs, state, **named, **how)
-
-
-def _kimi_step(projected, decays, gates, positions, inputs, state, *weights, **how):
-    names = "conv_weight", "A_log", "dt_bias", "norm"
-    named = dict(zip(names, weights, strict=True))
-    return ops.kimi_delta_step(projected, decays, gates, positions, inputs, state, **named, **how)
-
-
-def _mamba2_step(projected, positions, inputs, state, *weights, **how):
-    names = "conv_weight", "A_log", "dt_bias", "D", "norm"
-    named = dict(zip(names, weights, strict=True))
-    return ops.mamba2_step(projected, positions, inputs, state, **named, **how)
 
 
 def _quantize(x, scale=None, **how):
@@ -120,267 +131,176 @@ def _linears(x, **how):
     return ops.chain_calls(lambda x: ops.linear(x, _MATRIX, **how) * 2)(x)
 
 
+def _experts(x, *routing, **how):
+    return ops.moe_mlp(x, EXPERTS, *routing, **how)
+
+
+_REFERENCE_ALONE, _TARGETS_ALONE = {"options": ()}, {"options": ("target",)}
+_HEADS, _CACHES = "b t 4 64", "b 2 8 64, b 2 8 64"
+_DELTA_WEIGHTS = "conv_weight A_log dt_bias norm"
+
 CALLS = {
-    "activate": Call(ops.activate, [(("b", "t", 128),)], [TOKENS]),
-    "add_gated": Call(ops.add_gated, [(TOKENS,), (("b", "t", 1),), (TOKENS,)], [TOKENS]),
-    "add_linear_gated": Call(
-        ops.add_linear_gated, [(TOKENS,), (TOKENS,), ((64,),), (TOKENS,)], [TOKENS]
-    ),
+    "activate": Call(ops.activate, "b t 128", "b t 64"),
+    "add_gated": Call(ops.add_gated, "b t 64, b t 1, b t 64", "b t 64"),
+    "add_linear_gated": Call(ops.add_linear_gated, "b t 64, b t 64, 64, b t 64", "b t 64"),
     "add_rms_norm": Call(
-        lambda *given, **how: ops.add_rms_norm(*given, eps=1e-6, **how),
-        [(TOKENS,), (TOKENS,), ((64,),)],
-        [TOKENS, TOKENS],
+        partial(ops.add_rms_norm, eps=1e-6), "b t 64, b t 64, 64", "b t 64, b t 64"
     ),
     "add_rms_norm without a sum": Call(
         lambda x, weight, **how: ops.add_rms_norm(x, None, weight, eps=1e-6, **how),
-        [(TOKENS,), ((64,),)],
-        [TOKENS, TOKENS],
+        "b t 64, 64",
+        "b t 64, b t 64",
     ),
-    "attention": Call(ops.attention, [(_HEADS,), (_CACHE,), (_CACHE,), (BT, I32)], [_HEADS]),
+    "attention": Call(ops.attention, f"{_HEADS}, {_CACHES}, i32 b t", _HEADS),
     "attention to a window of many keys": Call(
-        lambda *given, **how: ops.attention(*given, window=3, **how),
-        [(_HEADS,), (("b", 2, 600, 64),), (("b", 2, 600, 64),), (BT, I32)],
-        [_HEADS],
+        partial(ops.attention, window=3), f"{_HEADS}, b 2 600 64, b 2 600 64, i32 b t", _HEADS
     ),
     "attention to latents": Call(
         lambda q, k, positions, **how: ops.attention(q, k, None, positions, value_width=32, **how),
-        [(_HEADS,), (("b", 1, 8, 64),), (BT, I32)],
-        [("b", "t", 4, 32)],
+        f"{_HEADS}, b 1 8 64, i32 b t",
+        "b t 4 32",
     ),
     "attention to keys in FP8": Call(
-        lambda q, k, v, positions, k_scale, v_scale, **how: ops.attention(
-            q, k, v, positions, k_scale=k_scale, v_scale=v_scale, **how
-        ),
-        [(_HEADS,), (_CACHE, FP8), (_CACHE, FP8), (BT, I32), ((2,), F32), ((2,), F32)],
-        [_HEADS],
+        named(ops.attention, "k_scale v_scale"),
+        f"{_HEADS}, fp8 b 2 8 64, fp8 b 2 8 64, i32 b t, f32 2, f32 2",
+        _HEADS,
     ),
     "block_attention": Call(
-        lambda *given: block_attention(*given, choice=BlockChoice(2, 2, 1)),
-        [(_HEADS,), (_CACHE,), (_CACHE,), (("b", "t", 2, 16),), (("b", 1, 8, 16),), (BT, I32)],
-        [_HEADS],
-        options=(),
+        partial(block_attention, choice=BlockChoice(2, 2, 1)),
+        f"{_HEADS}, {_CACHES}, b t 2 16, b 1 8 16, i32 b t",
+        _HEADS,
+        **_REFERENCE_ALONE,
     ),
     "causal_convolution": Call(
-        lambda x, positions, inputs, weight, **how: ops.causal_convolution(
-            x, positions, inputs, weight=weight, widths=(32, 32), **how
-        ),
-        [(TOKENS,), (BT, I32), (("b", 3, 64),), ((64, 4), F32)],
-        [("b", "t", 32), ("b", "t", 32), ("b", 3, 64)],
+        named(ops.causal_convolution, "weight", widths=(32, 32)),
+        "b t 64, i32 b t, b 3 64, f32 64 4",
+        "b t 32, b t 32, b 3 64",
         {2: 2},
     ),
     "causal_convolution of heads": Call(
-        lambda x, positions, inputs, weight, **how: ops.causal_convolution(
-            x, positions, inputs, weight=weight, widths=(8, 16), heads=2, stride=32, **how
-        ),
-        [(TOKENS,), (BT, I32), (("b", 3, 48),), ((48, 4), F32)],
-        [("b", "t", 16), ("b", "t", 32), ("b", 3, 48)],
+        named(ops.causal_convolution, "weight", widths=(8, 16), heads=2, stride=32),
+        "b t 64, i32 b t, b 3 48, f32 48 4",
+        "b t 16, b t 32, b 3 48",
         {2: 2},
     ),
-    "chain_calls": Call(_linears, [(TOKENS,)], [("b", "t", 32)]),
+    "chain_calls": Call(_linears, "b t 64", "b t 32"),
     "choose_keys": Call(
-        lambda *given: choose_keys(*given, count=4),
-        [(("b", "t", 2, 16),), (("b", "t", 2), F32), (("b", 8, 16),), (BT, I32)],
-        [("b", "t", 4)],
-        options=(),
+        partial(choose_keys, count=4),
+        "b t 2 16, f32 b t 2, b 8 16, i32 b t",
+        "b t 4",
+        **_REFERENCE_ALONE,
     ),
     "attend_to_chosen": Call(
-        lambda *given: attend_to_chosen(*given, scale=1.0),
-        [(_HEADS,), (_CACHE,), (_CACHE,), (BT, I32), (("b", "t", 4), I32)],
-        [_HEADS],
-        options=(),
+        partial(attend_to_chosen, scale=1.0),
+        f"{_HEADS}, {_CACHES}, i32 b t, i32 b t 4",
+        _HEADS,
+        **_REFERENCE_ALONE,
     ),
     "attend_to_compressed": Call(
-        lambda q, near, places, far, visible, chosen, sinks: attend_to_compressed(
-            q, near, places, far, visible, chosen, sinks, window=3, scale=1.0
-        ),
-        [
-            (_HEADS,),
-            (("b", 5, 64),),
-            (BT, I32),
-            (("b", 6, 64),),
-            (BT, I32),
-            (("b", "t", 2), I32),
-            ((4,), F32),
-        ],
-        [_HEADS],
-        options=(),
+        partial(attend_to_compressed, window=3, scale=1.0),
+        f"{_HEADS}, b 5 64, i32 b t, b 6 64, i32 b t, i32 b t 2, f32 4",
+        _HEADS,
+        **_REFERENCE_ALONE,
     ),
-    "dense": Call(dense, [(TOKENS,), ((32, 64),)], [("b", "t", 32)], options=("target",)),
+    "dense": Call(dense, "b t 64, 32 64", "b t 32", **_TARGETS_ALONE),
     "dense_fp8": Call(
         lambda x, **how: dense_fp8(x, _FP8, dtype=x.dtype, **how),
-        [(TOKENS,)],
-        [("b", "t", 32)],
-        options=("target",),
+        "b t 64",
+        "b t 32",
+        **_TARGETS_ALONE,
     ),
     "dense_moe": Call(
-        lambda x, ids, weights: dense_moe(x, _DENSE, ids, weights),
-        [(("t", 64),), (("t", 2), I32), (("t", 2), F32)],
-        [("t", 64)],
-        options=(),
+        lambda x, *routing: dense_moe(x, _DENSE, *routing),
+        "t 64, i32 t 2, f32 t 2",
+        "t 64",
+        **_REFERENCE_ALONE,
     ),
-    "expand_values": Call(
-        expand_values,
-        [(("b", "t", 4, 64),), ((4, 32, 64),)],
-        [("b", "t", 4, 32)],
-        options=("target",),
-    ),
+    "expand_values": Call(expand_values, f"{_HEADS}, 4 32 64", "b t 4 32", **_TARGETS_ALONE),
     "absorb_queries": Call(
-        lambda q, keys, positions, **how: absorb_queries(
-            q, keys, positions, rope=ROPE, interleaved=False, **how
-        ),
-        [(("b", "t", 4, 40),), ((4, 32, 64),), (BT, I32)],
-        [("b", "t", 4, 72)],
-        options=("target",),
+        partial(absorb_queries, rope=ROPE, interleaved=False),
+        "b t 4 40, 4 32 64, i32 b t",
+        "b t 4 72",
+        **_TARGETS_ALONE,
     ),
-    "gate_heads": Call(ops.gate_heads, [(_HEADS,), (("b", "t", 512),)], [_HEADS]),
+    "gate_heads": Call(ops.gate_heads, f"{_HEADS}, b t 512", _HEADS),
     "gated_delta_rule": Call(
         ops.gated_delta_rule,
-        [
-            (_DELTA["q"], F32),
-            (_DELTA["q"], F32),
-            (_DELTA["v"], F32),
-            (_DELTA["rate"], F32),
-            (_DELTA["rate"], F32),
-            (("b", 2, 3, 16, 16), F32),
-        ],
-        [_DELTA["v"], ("b", 2, 3, 16, 16)],
+        "f32 b t 2 16, f32 b t 2 16, f32 b t 2 3 16, f32 b t 2 3, f32 b t 2 3, f32 b 2 3 16 16",
+        "b t 2 3 16, b 2 3 16 16",
         {1: 5},
         ("bfloat16",),
     ),
     "gated_delta_rule with decays of channels": Call(
-        lambda *given, **how: ops.gated_delta_rule(*given, normalize=True, **how),
-        [
-            (_DELTA["q"], F32),
-            (_DELTA["q"], F32),
-            (("b", "t", 2, 1, 16), F32),
-            (("b", "t", 2, 1, 16), F32),
-            (("b", "t", 2, 1), F32),
-            (("b", 2, 1, 16, 16), F32),
-        ],
-        [("b", "t", 2, 1, 16), ("b", 2, 1, 16, 16)],
+        partial(ops.gated_delta_rule, normalize=True),
+        "f32 b t 2 16, f32 b t 2 16, f32 b t 2 1 16, f32 b t 2 1 16, f32 b t 2 1, f32 b 2 1 16 16",
+        "b t 2 1 16, b 2 1 16 16",
         {1: 5},
         ("bfloat16",),
     ),
     "gated_delta_step": Call(
-        _delta_step,
-        [
-            (("b", 1, 268),),
-            (("b", 1), I32),
-            (("b", 3, 160),),
-            (("b", 2, 3, 16, 16), F32),
-            ((160, 4), F32),
-            ((6,), F32),
-            ((6,), F32),
-            ((16,), F32),
-        ],
-        [("b", 1, 96), ("b", 3, 160), ("b", 2, 3, 16, 16)],
+        named(ops.gated_delta_step, _DELTA_WEIGHTS),
+        "b 1 268, i32 b 1, b 3 160, f32 b 2 3 16 16, f32 160 4, f32 6, f32 6, f32 16",
+        "b 1 96, b 3 160, b 2 3 16 16",
     ),
     "grouped_gemm": Call(
         lambda x, sizes, **how: ops.grouped_gemm(x, _MATRICES, sizes, **how),
-        [(("t", 64),), ((3,), I32)],
-        [("t", 32)],
+        "t 64, i32 3",
+        "t 32",
     ),
     "kimi_delta_step": Call(
-        _kimi_step,
-        [
-            (("b", 1, 98),),
-            (("b", 1, 32),),
-            (("b", 1, 32),),
-            (("b", 1), I32),
-            (("b", 3, 96),),
-            (("b", 2, 16, 16), F32),
-            ((96, 4), F32),
-            ((2,), F32),
-            ((32,), F32),
-            ((16,), F32),
-        ],
-        [("b", 1, 32), ("b", 3, 96), ("b", 2, 16, 16)],
+        named(ops.kimi_delta_step, _DELTA_WEIGHTS),
+        "b 1 98, b 1 32, b 1 32, i32 b 1, b 3 96, f32 b 2 16 16, f32 96 4, f32 2, f32 32, f32 16",
+        "b 1 32, b 3 96, b 2 16 16",
     ),
-    "linear": Call(lambda x, **how: ops.linear(x, _MATRIX, **how), [(TOKENS,)], [("b", "t", 32)]),
+    "linear": Call(lambda x, **how: ops.linear(x, _MATRIX, **how), "b t 64", "b t 32"),
     "linear with a bias": Call(
-        lambda x, bias, **how: ops.linear(x, _MATRIX, bias=bias, **how),
-        [(TOKENS,), ((32,),)],
-        [("b", "t", 32)],
+        lambda x, bias, **how: ops.linear(x, _MATRIX, bias=bias, **how), "b t 64, 32", "b t 32"
     ),
     "linear with rounded activations": Call(
         lambda x, **how: ops.linear(x, _MATRIX, input_scale=1.0, scheme="w4a4", **how),
-        [(TOKENS,)],
-        [("b", "t", 32)],
+        "b t 64",
+        "b t 32",
     ),
     "mamba2_scan": Call(
         ops.mamba2_scan,
-        [
-            (("b", "t", 4, 16), F32),
-            (("b", "t", 4), F32),
-            ((4,), F32),
-            (("b", "t", 2, 16), F32),
-            (("b", "t", 2, 16), F32),
-            ((4,), F32),
-            (("b", 4, 16, 16), F32),
-        ],
-        [("b", "t", 4, 16), ("b", 4, 16, 16)],
+        "f32 b t 4 16, f32 b t 4, f32 4, f32 b t 2 16, f32 b t 2 16, f32 4, f32 b 4 16 16",
+        "b t 4 16, b 4 16 16",
         {1: 6},
         ("bfloat16",),
     ),
     "mamba2_step": Call(
-        _mamba2_step,
-        [
-            (("b", 1, 196),),
-            (("b", 1), I32),
-            (("b", 3, 128),),
-            (("b", 4, 16, 16), F32),
-            ((128, 4), F32),
-            ((4,), F32),
-            ((4,), F32),
-            ((4,), F32),
-            ((64,), F32),
-        ],
-        [("b", 1, 64), ("b", 3, 128), ("b", 4, 16, 16)],
+        named(ops.mamba2_step, "conv_weight A_log dt_bias D norm"),
+        "b 1 196, i32 b 1, b 3 128, f32 b 4 16 16, f32 128 4, f32 4, f32 4, f32 4, f32 64",
+        "b 1 64, b 3 128, b 4 16 16",
     ),
-    "moe_mlp": Call(
-        lambda x, ids, weights, **how: ops.moe_mlp(x, EXPERTS, ids, weights, **how),
-        [(("t", 64),), (("t", 2), I32), (("t", 2), F32)],
-        [("t", 64)],
-    ),
+    "moe_mlp": Call(_experts, "t 64, i32 t 2, f32 t 2", "t 64"),
     "moe_mlp with a scale for each token": Call(
-        lambda x, ids, weights, **how: ops.moe_mlp(
-            x, EXPERTS, ids, weights, scheme="w4a4_token_scale", **how
-        ),
-        [(("t", 64),), (("t", 2), I32), (("t", 2), F32)],
-        [("t", 64)],
+        partial(_experts, scheme="w4a4_token_scale"), "t 64, i32 t 2, f32 t 2", "t 64"
     ),
     "prepare_heads": Call(
-        lambda *given, **how: ops.prepare_heads(
-            *given[:4], q_weight=given[4], k_weight=given[5], rope=ROPE, **how
-        ),
-        [(("b", "t", 512),), (BT, I32), (_CACHE,), (_CACHE,), ((64,),), ((64,),)],
-        [_HEADS, _CACHE, _CACHE],
+        named(ops.prepare_heads, "q_weight k_weight", rope=ROPE),
+        f"b t 512, i32 b t, {_CACHES}, 64, 64",
+        f"{_HEADS}, {_CACHES}",
         {1: 2, 2: 3},
     ),
     "prepare_heads with an FP8 cache": Call(
-        lambda *given, **how: ops.prepare_heads(
-            *given[:4], k_scale=given[4], v_scale=given[5], **how
-        ),
-        [(("b", "t", 512),), (BT, I32), (_CACHE, FP8), (_CACHE, FP8), ((2,), F32), ((2,), F32)],
-        [_HEADS, _CACHE, _CACHE],
+        named(ops.prepare_heads, "k_scale v_scale"),
+        "b t 512, i32 b t, fp8 b 2 8 64, fp8 b 2 8 64, f32 2, f32 2",
+        f"{_HEADS}, {_CACHES}",
         {1: 2, 2: 3},
     ),
     "prepare_latents": Call(
-        lambda down, positions, cache, q_weight, kv_weight, **how: ops.prepare_latents(
-            down, positions, cache, q_weight=q_weight, kv_weight=kv_weight, rope=ROPE, **how
-        ),
-        [(("b", "t", 104),), (BT, I32), (("b", 1, 8, 40),), ((64,),), ((32,),)],
-        [("b", "t", 64), ("b", 1, 8, 40)],
+        named(ops.prepare_latents, "q_weight kv_weight", rope=ROPE),
+        "b t 104, i32 b t, b 1 8 40, 64, 32",
+        "b t 64, b 1 8 40",
         {1: 2},
     ),
-    "quantize_nvfp4": Call(_quantize, [(("t", 64),)], [("t", 32), ("t", 4), ()]),
-    "quantize_nvfp4 with a scale": Call(
-        _quantize, [(("t", 64),), ((), F32)], [("t", 32), ("t", 4), ()], {2: 1}
-    ),
+    "quantize_nvfp4": Call(_quantize, "t 64", "t 32, t 4, f32"),
+    "quantize_nvfp4 with a scale": Call(_quantize, "t 64, f32", "t 32, t 4, f32", {2: 1}),
     "route": Call(
         lambda logits, **how: ops.route(_ROUTER, logits, **how),
-        [(("t", 8), F32)],
-        [("t", 2), ("t", 2)],
+        "f32 t 8",
+        "t 2, t 2",
         dtypes=("float32",),
     ),
 }
