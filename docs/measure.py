@@ -52,7 +52,7 @@ def measure_exact(folder: pathlib.Path) -> dict[str, float]:
 
 def measure_bfloat16(folder: pathlib.Path) -> dict[str, float]:
     """Return the error of the default model over that of plain rounding, to two decimals."""
-    from architecture import EXACT, load_case
+    from support.models.architecture import EXACT, load_case
     from test_default_dtype import run_both, times_rounding
 
     case = load_case(folder.name, how=EXACT)
@@ -80,7 +80,7 @@ def update(measure: Callable[[pathlib.Path], dict[str, float]], key: str, again:
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), *(str(ROOT / "tests" / name) for name in ("support", "models"))]
+    sys.path += [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "models"))]
     update(measure_exact, "decoding", "--again" in sys.argv)
     if "--bfloat16" in sys.argv:
         update(measure_bfloat16, "bfloat16", "--again" in sys.argv)

@@ -147,7 +147,7 @@ def pytest_configure(config):
     On a machine with an NVIDIA driver, compilation stays as users have it, because the tests there
     check the programs that users get.
     """
-    folders = "support", "programs", "hostile"
+    folders = "", "programs", "hostile"
     shared = (str(pathlib.Path(__file__).parent / name) for name in folders)
     given = (os.environ["PYTHONPATH"],) if os.environ.get("PYTHONPATH") else ()
     # Programs that tests start import modules from these folders.

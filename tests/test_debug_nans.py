@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
+from support.files.given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight

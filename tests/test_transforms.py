@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layer import E, H, I, expert_layer
 from flax import nnx
-from given import CHECKPOINTS
+from support.files.given import CHECKPOINTS
+from support.ops.expert_layer import E, H, I, expert_layer
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics.activations import find_activation

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EACH_MIXER
 from flax import nnx
-from given import CHECKPOINTS
+from support.files.given import CHECKPOINTS
+from support.models.architecture import EACH_MIXER
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.nn.experts import routed_experts

@@ -8,7 +8,7 @@ import subprocess
 
 import jax
 import pytest
-from given import ROOT, TESTS
+from support.files.given import ROOT, TESTS
 
 GPU, CPU = 16, 1  # alignments in cuda_checks.h and cpu_bindings.cc
 BYTES = {"packed", "block_scale"}  # ends of the names of operands whose elements are bytes

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_devices import collectives, make_mesh
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support.devices.host_devices import collectives, make_mesh
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops

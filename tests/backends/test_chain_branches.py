@@ -7,7 +7,7 @@ import subprocess
 
 import jax
 import pytest
-from given import ROOT, TESTS
+from support.files.given import ROOT, TESTS
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recurrent_rules import check_gradients
+from support.ops.recurrent_rules import check_gradients
 
 from jax_nvfp4_moe.backends.channel_delta import channel_delta_chunks, channel_delta_step
 from jax_nvfp4_moe.testing import assert_as_accurate_as

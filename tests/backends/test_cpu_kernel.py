@@ -8,14 +8,14 @@ import dataclasses
 import functools
 import subprocess
 
-import cpu_calls
 import jax
 import numpy as np
 import pytest
-from axes import axis
-from float64_layer import E4M3, Options
-from given import PROGRAMS
-from kernel_cases import (
+from support.extensions import cpu_calls
+from support.files.given import PROGRAMS
+from support.kernels.axes import axis
+from support.kernels.float64_layer import E4M3, Options
+from support.kernels.kernel_cases import (
     ACTIVATIONS,
     BF16,
     DTYPES,
@@ -28,7 +28,7 @@ from kernel_cases import (
     make_product,
     uniform,
 )
-from kernel_suite import (
+from support.kernels.kernel_suite import (
     LayerSuite,
     ProductSuite,
     RoundingSuite,

@@ -5,9 +5,9 @@ allocate nothing as large as a dequantized matrix, gather nothing, and can be pu
 No kernel runs.
 """
 
-import cuda_calls
 import pytest
-from deviceless import read_report, run_program
+from support.devices.deviceless import read_report, run_program
+from support.extensions import cuda_calls
 
 TARGETS = {
     "h100": ("w4a16_sm90", "w4a16_sm80"),

@@ -5,7 +5,7 @@ No kernel runs, and no time is measured. `deviceless_exchange.py` reads the sche
 
 import jax
 import pytest
-from deviceless import read_report, run_program
+from support.devices.deviceless import read_report, run_program
 
 pytestmark = pytest.mark.deviceless
 LAST = {"psum": "all-reduce", "all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}

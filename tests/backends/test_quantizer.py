@@ -2,15 +2,15 @@
 
 import subprocess
 
-import cpu_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quantizer_suite as cases
-from axes import axis
-from given import ROOT, TESTS
-from quantizer_suite import EveryScaleSuite, QuantizerSuite
+from support.extensions import cpu_calls
+from support.files.given import ROOT, TESTS
+from support.kernels import quantizer_suite as cases
+from support.kernels.axes import axis
+from support.kernels.quantizer_suite import EveryScaleSuite, QuantizerSuite
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics import nvfp4 as formats

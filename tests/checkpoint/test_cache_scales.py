@@ -5,7 +5,7 @@ import logging
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_edits import CT, W4A4, check, edited, load, problems_of
+from support.files.checkpoint_edits import CT, W4A4, check, edited, load, problems_of
 
 from jax_nvfp4_moe.checkpoint import LoadOptions, open_checkpoint
 from jax_nvfp4_moe.checkpoint.cache_scales import find_part

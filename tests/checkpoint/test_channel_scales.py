@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from architecture import logit_error, run
-from checkpoint_edits import GIVEN, W4A16, edited
-from given import reference_tensors
-from host_devices import make_mesh
+from support.devices.host_devices import make_mesh
+from support.files.checkpoint_edits import GIVEN, W4A16, edited
+from support.files.given import reference_tensors
+from support.models.architecture import logit_error, run
 
 from jax_nvfp4_moe import CheckpointError, load_model
 

@@ -4,7 +4,7 @@ import json
 import pathlib
 
 import pytest
-from checkpoint_edits import DEEPSEEK, QWEN
+from support.files.checkpoint_edits import DEEPSEEK, QWEN
 
 from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError

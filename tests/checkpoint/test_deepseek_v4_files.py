@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import logit_error, run
-from checkpoint_edits import read_all
-from deepseek_v4_files import (
+from support.files.checkpoint_edits import read_all
+from support.files.deepseek_v4_files import (
     FP8,
     add_input_scales,
     manifest,
@@ -17,9 +16,10 @@ from deepseek_v4_files import (
     store_mxfp4,
     write,
 )
-from given import CHECKPOINTS
-from resized import write_resized
-from unquantized import read_config
+from support.files.given import CHECKPOINTS
+from support.files.resized import write_resized
+from support.files.unquantized import read_config
+from support.models.architecture import logit_error, run
 
 from jax_nvfp4_moe import CheckpointError, cast_model, load_model
 from jax_nvfp4_moe.checkpoint import open_checkpoint

@@ -6,9 +6,9 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_edits import CT, EXPERTS, GIVEN, W4A4, W4A16, edited, read_all
-from given import CHECKPOINTS, copy_with_config
-from unquantized import SMALL
+from support.files.checkpoint_edits import CT, EXPERTS, GIVEN, W4A4, W4A16, edited, read_all
+from support.files.given import CHECKPOINTS, copy_with_config
+from support.files.unquantized import SMALL
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe, quantize_model
 from jax_nvfp4_moe.checkpoint.export import write_safetensors

@@ -10,9 +10,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_edits import W4A16, check, edited, load, problems_of, read_all, tool_weight
-from given import CHECKPOINTS
-from host_devices import call, difference, make_mesh
+from support.devices.host_devices import call, difference, make_mesh
+from support.files.checkpoint_edits import (
+    W4A16,
+    check,
+    edited,
+    load,
+    problems_of,
+    read_all,
+    tool_weight,
+)
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe import CheckpointError, Target, explain, load_model, ops, restore, save
 from jax_nvfp4_moe.checkpoint import LoadOptions, WeightTable, open_checkpoint

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from given import EXAMPLE
-from hub_server import COMMIT, serve
+from support.files.given import EXAMPLE
+from support.files.hub_server import COMMIT, serve
 
 from jax_nvfp4_moe.checkpoint.hub import TEMPLATES, HubName, parse_hub_name
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_edits import CT, GIVEN, W4A4, edited, read_all
+from support.files.checkpoint_edits import CT, GIVEN, W4A4, edited, read_all
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.export import write_safetensors

@@ -7,9 +7,9 @@ import threading
 
 import numpy as np
 import pytest
-from given import CHECKPOINTS, EXAMPLE, copy_with_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.files.given import CHECKPOINTS, EXAMPLE, copy_with_config
 
 from jax_nvfp4_moe.checkpoint import (
     CheckpointError,

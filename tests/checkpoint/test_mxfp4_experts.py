@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_edits import E2M1, check, edited, load, problems_of, read_all
-from given import CHECKPOINTS, reference_tensors
-from host_devices import call, difference, make_mesh, name_shape
+from support.devices.host_devices import call, difference, make_mesh, name_shape
+from support.files.checkpoint_edits import E2M1, check, edited, load, problems_of, read_all
+from support.files.given import CHECKPOINTS, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint import WeightTable, open_checkpoint

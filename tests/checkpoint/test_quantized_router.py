@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_edits import GIVEN, W4A4, W4A16, edited, read_all, tool_weight
+from support.files.checkpoint_edits import GIVEN, W4A4, W4A16, edited, read_all, tool_weight
 
 from jax_nvfp4_moe import load_moe
 from jax_nvfp4_moe.checkpoint.survey import survey_checkpoint

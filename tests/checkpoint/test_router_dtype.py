@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
-from given import CHECKPOINTS
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import plan_model

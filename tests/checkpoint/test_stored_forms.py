@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_edits import (
+from support.files.checkpoint_edits import (
     CT,
     EXPERTS,
     GIVEN,

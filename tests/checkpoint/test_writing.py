@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from given import CHECKPOINTS
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe import load_moe
 from jax_nvfp4_moe.checkpoint.export import write_checkpoint, write_safetensors

@@ -15,7 +15,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from given import EXAMPLE
+from support.files.given import EXAMPLE
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.cli import app, chat

@@ -11,10 +11,17 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import letters
 import numpy as np
 import pytest
-from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, ROOT, copy_with_config, reference_facts
+from support.files import letters
+from support.files.given import (
+    CHECKPOINTS,
+    EXAMPLE,
+    EXAMPLE_REFERENCE,
+    ROOT,
+    copy_with_config,
+    reference_facts,
+)
 
 from jax_nvfp4_moe.checkpoint.lazy_array import overlap
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors

@@ -6,9 +6,9 @@ import logging
 import sys
 import warnings
 
-import letters
 import pytest
-from given import CHECKPOINTS, EXAMPLE, copy_with_config
+from support.files import letters
+from support.files.given import CHECKPOINTS, EXAMPLE, copy_with_config
 
 from jax_nvfp4_moe.cli import app as cli
 from jax_nvfp4_moe.cli import output

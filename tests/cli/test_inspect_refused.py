@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from given import CHECKPOINTS, MODELS, copy_with_config
+from support.files.given import CHECKPOINTS, MODELS, copy_with_config
 
 from jax_nvfp4_moe import CheckpointError, load_model
 from jax_nvfp4_moe.checkpoint.survey import survey_checkpoint

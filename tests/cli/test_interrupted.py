@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from given import EXAMPLE, PROGRAMS
-from unquantized import SMALL
+from support.files.given import EXAMPLE, PROGRAMS
+from support.files.unquantized import SMALL
 
 SOURCE = SMALL / "source"
 

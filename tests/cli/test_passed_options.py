@@ -3,10 +3,10 @@
 import types
 
 import jax
-import letters
 import numpy as np
 import pytest
-from given import CHECKPOINTS, copy_with_config
+from support.files import letters
+from support.files.given import CHECKPOINTS, copy_with_config
 
 from jax_nvfp4_moe.cli import app
 from jax_nvfp4_moe.cli import eval as evaluation

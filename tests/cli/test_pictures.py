@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from given import CHECKPOINTS, EXAMPLE
 from matplotlib.figure import Figure
+from support.files.given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe.cli import app as cli
 from jax_nvfp4_moe.cli import bench

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 
-import letters
 import pytest
-from checkpoint_edits import read_all
-from given import EXAMPLE
-from unquantized import SMALL, read_config, tokens, write_source
+from support.files import letters
+from support.files.checkpoint_edits import read_all
+from support.files.given import EXAMPLE
+from support.files.unquantized import SMALL, read_config, tokens, write_source
 
 from jax_nvfp4_moe import load_model, quantize_model
 from jax_nvfp4_moe.checkpoint import export

@@ -10,7 +10,7 @@ import typing
 
 import jax
 import pytest
-from given import EXAMPLE
+from support.files.given import EXAMPLE
 
 import jax_nvfp4_moe
 from jax_nvfp4_moe import interrupts

@@ -1,7 +1,7 @@
 """The kernels for the CPU, compiled once for all workers and for later runs of the same sources."""
 
-import cuda_emulation
 import pytest
+from support.emulation import cuda_emulation
 
 
 @pytest.fixture(scope="session")

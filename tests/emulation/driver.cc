@@ -1,4 +1,4 @@
-// The functions that tests/support/cuda_emulation.py calls: those of launch.h, on host memory.
+// The functions that tests/support/emulation/cuda_emulation.py calls: those of launch.h, on host memory.
 #include <algorithm>
 #include <vector>
 

@@ -2,15 +2,14 @@
 
 import dataclasses
 
-import cuda_emulation
-import deferred_emulation
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation_suite import run_layer
-from head_suite import Call
-from kernel_cases import Options, make_layer, uniform
-from linear_few_suite import make_linear
+from support.emulation import cuda_emulation, deferred_emulation
+from support.emulation.emulation_suite import run_layer
+from support.kernels.head_suite import Call
+from support.kernels.kernel_cases import Options, make_layer, uniform
+from support.kernels.linear_few_suite import make_linear
 
 from jax_nvfp4_moe.backends.heads import HeadOptions
 from jax_nvfp4_moe.numerics.rope import Rope

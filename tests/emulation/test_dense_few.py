@@ -1,11 +1,11 @@
 """Test the kernel for plain and FP8 weights and few rows on a CPU, with and without clusters."""
 
-import dense_emulation
 import numpy as np
 import pytest
-from axes import axis
-from dense_few_suite import DenseFewSuite, make
-from dense_fp8_suite import DenseFp8Suite
+from support.emulation import dense_emulation
+from support.kernels.axes import axis
+from support.kernels.dense_few_suite import DenseFewSuite, make
+from support.kernels.dense_fp8_suite import DenseFp8Suite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

@@ -4,13 +4,13 @@ The tests need g++ and CUDA's headers, but no GPU. They cannot show what the rea
 or how fast they are.
 """
 
-import cuda_emulation
 import pytest
-from axes import axis
-from emulation_suite import EmulatedLayers, EmulatedProducts, run_product
-from float64_layer import Options
-from kernel_cases import BF16, F16, make_layer, uniform
-from kernel_suite import (
+from support.emulation import cuda_emulation
+from support.emulation.emulation_suite import EmulatedLayers, EmulatedProducts, run_product
+from support.kernels.axes import axis
+from support.kernels.float64_layer import Options
+from support.kernels.kernel_cases import BF16, F16, make_layer, uniform
+from support.kernels.kernel_suite import (
     ChunkedProductSuite,
     LayerSuite,
     ProductSuite,
@@ -19,8 +19,8 @@ from kernel_suite import (
     assert_accurate,
     combinations,
 )
-from quantizer_suite import QuantizerSuite
-from router_suite import RouterSuite
+from support.kernels.quantizer_suite import QuantizerSuite
+from support.kernels.router_suite import RouterSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

@@ -2,13 +2,17 @@
 
 import functools
 
-import attention_emulation
-import cuda_emulation
 import numpy as np
 import pytest
-from attention_suite import CASES, AttentionSuite, assert_nan_stays
-from axes import axis
-from fp8_attention_suite import FP8_CASES, KERNEL_CASES, Fp8KernelSuite, takes_kernel
+from support.emulation import attention_emulation, cuda_emulation
+from support.kernels.attention_suite import CASES, AttentionSuite, assert_nan_stays
+from support.kernels.axes import axis
+from support.kernels.fp8_attention_suite import (
+    FP8_CASES,
+    KERNEL_CASES,
+    Fp8KernelSuite,
+    takes_kernel,
+)
 
 # Few queries with wide heads: a device with more memory has more warps, which sum in another order.
 FEW_AND_WIDE = ("one query of the widest", "parts of the widest")

@@ -1,11 +1,11 @@
 """Run the suite of attention on the kernel for prefills on Hopper, compiled for a CPU."""
 
-import attention_emulation
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import CASES, AttentionSuite, make
-from axes import axis
+from support.emulation import attention_emulation
+from support.kernels.attention_suite import CASES, AttentionSuite, make
+from support.kernels.axes import axis
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

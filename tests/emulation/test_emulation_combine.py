@@ -5,7 +5,7 @@ import ctypes
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_emulation import _TYPES, _run
+from support.emulation.cuda_emulation import _TYPES, _run
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 

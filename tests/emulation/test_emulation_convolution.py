@@ -5,9 +5,14 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import recurrent_emulation
-from axes import axis
-from convolution_suite import CONVOLUTIONS, ConvolutionSuite, check_zeros, make_convolution
+from support.emulation import recurrent_emulation
+from support.kernels.axes import axis
+from support.kernels.convolution_suite import (
+    CONVOLUTIONS,
+    ConvolutionSuite,
+    check_zeros,
+    make_convolution,
+)
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

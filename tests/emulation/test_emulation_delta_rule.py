@@ -3,11 +3,11 @@
 import functools
 
 import pytest
-import recurrent_emulation
-from axes import axis
-from delta_rule_suite import RULE_CASES, ChannelDeltaRuleSuite, DeltaRuleSuite
-from emulated_devices_suite import DevicesSuite
-from recurrence_suite import RowsAloneSuite
+from support.emulation import recurrent_emulation
+from support.emulation.emulated_devices_suite import DevicesSuite
+from support.kernels.axes import axis
+from support.kernels.delta_rule_suite import RULE_CASES, ChannelDeltaRuleSuite, DeltaRuleSuite
+from support.kernels.recurrence_suite import RowsAloneSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

@@ -4,12 +4,12 @@ The tests cannot show what the instruction itself does, or how fast it is.
 """
 
 import pytest
-from axes import axis
-from emulation_suite import EmulatedLayers, EmulatedProducts, run_layer
-from float64_layer import Options
-from fp4_suite import FusedQuantizationSuite
-from kernel_cases import F16, constant, make_layer, uniform
-from kernel_suite import LayerSuite, ProductSuite, assert_accurate
+from support.emulation.emulation_suite import EmulatedLayers, EmulatedProducts, run_layer
+from support.kernels.axes import axis
+from support.kernels.float64_layer import Options
+from support.kernels.fp4_suite import FusedQuantizationSuite
+from support.kernels.kernel_cases import F16, constant, make_layer, uniform
+from support.kernels.kernel_suite import LayerSuite, ProductSuite, assert_accurate
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

@@ -2,9 +2,9 @@
 
 import functools
 
-import gating_emulation
 import pytest
-from gating_suite import GatingSuite, options_of
+from support.emulation import gating_emulation
+from support.kernels.gating_suite import GatingSuite, options_of
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

@@ -1,9 +1,9 @@
 """Run the suite of the products of heads on their CUDA kernels, compiled for a CPU."""
 
-import attention_emulation
 import pytest
-from axes import axis
-from head_product_suite import CASES, HeadProductSuite
+from support.emulation import attention_emulation
+from support.kernels.axes import axis
+from support.kernels.head_product_suite import CASES, HeadProductSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

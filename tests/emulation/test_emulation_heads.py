@@ -1,13 +1,12 @@
 """Run the suite of `prepare_heads` on its CUDA kernel, compiled for a CPU, and test its sines."""
 
-import attention_emulation
-import cuda_emulation
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from fp8_head_suite import FP8_HEAD_CASES, Fp8HeadSuite
-from head_suite import CASES, PAIRS, HeadSuite
+from support.emulation import attention_emulation, cuda_emulation
+from support.kernels.axes import axis
+from support.kernels.fp8_head_suite import FP8_HEAD_CASES, Fp8HeadSuite
+from support.kernels.head_suite import CASES, PAIRS, HeadSuite
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 

@@ -1,9 +1,9 @@
 """Run the suite of latent attention on its CUDA kernel, compiled for a CPU."""
 
-import attention_emulation
 import pytest
-from axes import axis
-from latent_attention_suite import CASES, LatentAttentionSuite
+from support.emulation import attention_emulation
+from support.kernels.axes import axis
+from support.kernels.latent_attention_suite import CASES, LatentAttentionSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

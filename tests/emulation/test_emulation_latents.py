@@ -1,9 +1,9 @@
 """Run the suite of `prepare_latents` on its CUDA kernel, compiled for a CPU."""
 
-import attention_emulation
 import pytest
-from axes import axis
-from latents_suite import CASES, PAIRS, LatentsSuite
+from support.emulation import attention_emulation
+from support.kernels.axes import axis
+from support.kernels.latents_suite import CASES, PAIRS, LatentsSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

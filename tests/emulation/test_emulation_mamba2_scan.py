@@ -3,11 +3,11 @@
 import functools
 
 import pytest
-import recurrent_emulation
-from axes import axis
-from emulated_devices_suite import DevicesSuite
-from mamba2_scan_suite import SCAN_CASES, Mamba2KernelSuite
-from recurrence_suite import RowsAloneSuite
+from support.emulation import recurrent_emulation
+from support.emulation.emulated_devices_suite import DevicesSuite
+from support.kernels.axes import axis
+from support.kernels.mamba2_scan_suite import SCAN_CASES, Mamba2KernelSuite
+from support.kernels.recurrence_suite import RowsAloneSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

@@ -1,9 +1,9 @@
 """Run the suite of `add_rms_norm` on the CUDA kernels, compiled for a CPU."""
 
-import cuda_emulation
 import pytest
-from axes import axis
-from norm_suite import CASES, MIXED_PAIRS, PAIRS, NormSuite
+from support.emulation import cuda_emulation
+from support.kernels.axes import axis
+from support.kernels.norm_suite import CASES, MIXED_PAIRS, PAIRS, NormSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

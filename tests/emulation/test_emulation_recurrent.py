@@ -3,9 +3,9 @@
 import functools
 
 import pytest
-import recurrent_emulation
-from axes import axis
-from recurrent_suite import (
+from support.emulation import recurrent_emulation
+from support.kernels.axes import axis
+from support.kernels.recurrent_suite import (
     DELTA_CASES,
     KIMI_CASES,
     MAMBA_CASES,

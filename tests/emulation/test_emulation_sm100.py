@@ -5,10 +5,10 @@ runs. Plain arithmetic on the same arrays replaces the GEMM of CUTLASS's collect
 """
 
 import pytest
-from axes import axis
-from emulation_suite import EmulatedLayers, EmulatedProducts
-from kernel_suite import LayerSuite, ProductSuite
-from sm100_cases import Sm100Layers, Sm100Products
+from support.emulation.emulation_suite import EmulatedLayers, EmulatedProducts
+from support.kernels.axes import axis
+from support.kernels.kernel_suite import LayerSuite, ProductSuite
+from support.kernels.sm100_cases import Sm100Layers, Sm100Products
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

@@ -10,12 +10,12 @@ import importlib.util
 import pathlib
 import subprocess
 
-import cuda_emulation
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from float64_layer import CODE_VALUES, E4M3, unpack
-from given import ROOT, TESTS
+from support.emulation import cuda_emulation
+from support.files.given import ROOT, TESTS
+from support.kernels.float64_layer import CODE_VALUES, E4M3, unpack
 
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 

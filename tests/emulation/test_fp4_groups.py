@@ -2,11 +2,11 @@
 
 import subprocess
 
-import cuda_emulation
 import ml_dtypes
 import numpy as np
 import pytest
-from given import ROOT, TESTS
+from support.emulation import cuda_emulation
+from support.files.given import ROOT, TESTS
 
 from jax_nvfp4_moe.backends import sm100
 

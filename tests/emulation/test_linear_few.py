@@ -1,11 +1,11 @@
 """Test the kernel for linear layers with few rows on a CPU, with and without clusters."""
 
-import cuda_emulation
 import pytest
-from axes import axis
-from emulation_suite import run_product
-from kernel_suite import assert_accurate
-from linear_few_suite import LINEARS, LinearFewSuite, make_linear
+from support.emulation import cuda_emulation
+from support.emulation.emulation_suite import run_product
+from support.kernels.axes import axis
+from support.kernels.kernel_suite import assert_accurate
+from support.kernels.linear_few_suite import LINEARS, LinearFewSuite, make_linear
 
 from jax_nvfp4_moe import Problem, Scheme, Target, explain
 from jax_nvfp4_moe.backends.cuda_notes import linear_few_rows

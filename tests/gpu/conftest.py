@@ -2,8 +2,8 @@
 
 import importlib.util
 
-import machine_code
 import pytest
+from support.extensions import machine_code
 
 
 @pytest.fixture(scope="session")

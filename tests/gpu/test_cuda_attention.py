@@ -1,14 +1,22 @@
 """Run the suite of attention on a GPU, and compare gradients, batches and checks of operands."""
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import CASES, AttentionSuite, assert_nan_stays, in_float64, make, plain, worst
-from axes import axis
-from fp8_attention_suite import FP8, FP8_CASES, Fp8KernelSuite, make_fp8
-from gradients import gradients
+from support.extensions import cuda_calls
+from support.kernels.attention_suite import (
+    CASES,
+    AttentionSuite,
+    assert_nan_stays,
+    in_float64,
+    make,
+    plain,
+    worst,
+)
+from support.kernels.axes import axis
+from support.kernels.fp8_attention_suite import FP8, FP8_CASES, Fp8KernelSuite, make_fp8
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.backends.cuda import attention_workspace_bytes

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import SINKS, plain, worst
-from axes import axis
+from support.kernels.attention_suite import SINKS, plain, worst
+from support.kernels.axes import axis
 
 from jax_nvfp4_moe.ops import attention
 

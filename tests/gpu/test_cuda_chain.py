@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EACH_MIXER
-from given import CHECKPOINTS
-from shared_expert_block import HIDDEN, make_layer, run_layers
+from support.files.given import CHECKPOINTS
+from support.models.architecture import EACH_MIXER
+from support.ops.shared_expert_block import HIDDEN, make_layer, run_layers
 
 from jax_nvfp4_moe import Target, generate, load_model, ops
 from jax_nvfp4_moe.backends import call_chain

@@ -2,13 +2,13 @@
 
 import functools
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from convolution_suite import (
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.convolution_suite import (
     CONVOLUTIONS,
     ConvolutionSuite,
     check_zeros,
@@ -16,7 +16,7 @@ from convolution_suite import (
     make_convolution,
     plain_convolution,
 )
-from gradients import gradients
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.testing import assert_as_accurate_as

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from delta_rule_suite import (
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.delta_rule_suite import (
     CHANNEL_DELTA,
     DELTA,
     RULE_CASES,
@@ -21,8 +21,8 @@ from delta_rule_suite import (
     rule_in_tf32,
     without_padding,
 )
-from gradients import gradients
-from recurrence_suite import RowsAloneSuite
+from support.kernels.recurrence_suite import RowsAloneSuite
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends.recurrent import delta_rule_workspace_bytes

@@ -6,17 +6,22 @@ one instruction is emulated. `test_emulation_fp4` runs the suites of this module
 
 import importlib
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from float64_layer import Options
-from fp4_suite import FusedQuantizationSuite
-from gpu_suite import GpuLayerSuite, GpuProducts, assert_graph_follows_the_routing, run_layer
-from kernel_cases import BF16, make_layer
-from kernel_suite import ProductSuite, assert_accurate, combinations
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.float64_layer import Options
+from support.kernels.fp4_suite import FusedQuantizationSuite
+from support.kernels.gpu_suite import (
+    GpuLayerSuite,
+    GpuProducts,
+    assert_graph_follows_the_routing,
+    run_layer,
+)
+from support.kernels.kernel_cases import BF16, make_layer
+from support.kernels.kernel_suite import ProductSuite, assert_accurate, combinations
 
 SUFFIX = "w4a4_sm120"
 MODES = ("static", "token")

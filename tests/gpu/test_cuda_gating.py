@@ -1,11 +1,11 @@
 """Run the suite of gated operations on their CUDA kernels, and check its errors."""
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gating_suite import GatingSuite, make_gate_up
+from support.extensions import cuda_calls
+from support.kernels.gating_suite import GatingSuite, make_gate_up
 
 from jax_nvfp4_moe import ops
 

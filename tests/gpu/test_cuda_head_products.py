@@ -1,13 +1,13 @@
 """Run the suite of the products of heads on their CUDA kernels, and check their errors."""
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from gradients import gradients
-from head_product_suite import CASES, HeadProductSuite, make
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.head_product_suite import CASES, HeadProductSuite, make
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe.ops.head_products import _absorb, absorb_queries, expand_values
 

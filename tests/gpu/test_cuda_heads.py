@@ -1,10 +1,10 @@
 """Run the suites of `prepare_heads` on its CUDA kernel."""
 
-import cuda_calls
 import pytest
-from axes import axis
-from fp8_head_suite import FP8_HEAD_CASES, Fp8HeadCallSuite, Fp8HeadSuite
-from head_suite import CASES, PAIRS, HeadCallSuite, HeadSuite, jitted
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.fp8_head_suite import FP8_HEAD_CASES, Fp8HeadCallSuite, Fp8HeadSuite
+from support.kernels.head_suite import CASES, PAIRS, HeadCallSuite, HeadSuite, jitted
 
 pytestmark = pytest.mark.gpu
 

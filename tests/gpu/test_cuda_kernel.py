@@ -3,22 +3,22 @@
 All tests call the FFI targets directly.
 """
 
-import cuda_calls
-import float64_layer
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from float64_layer import Options
-from gpu_suite import (
+from support.extensions import cuda_calls
+from support.kernels import float64_layer
+from support.kernels.axes import axis
+from support.kernels.float64_layer import Options
+from support.kernels.gpu_suite import (
     GpuLayerSuite,
     GpuProducts,
     TokensAloneSuite,
     assert_graph_follows_the_routing,
 )
-from kernel_cases import BF16, F16, LAYERS, make_layer, uniform
-from kernel_suite import (
+from support.kernels.kernel_cases import BF16, F16, LAYERS, make_layer, uniform
+from support.kernels.kernel_suite import (
     ChunkedProductSuite,
     ProductSuite,
     RoundingSuite,

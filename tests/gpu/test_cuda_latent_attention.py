@@ -1,14 +1,14 @@
 """Run the suite of latent attention on a GPU, and compare gradients and checks of operands."""
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import in_float64, plain, worst
-from axes import axis
-from gradients import gradients
-from latent_attention_suite import CASES, LatentAttentionSuite, make
+from support.extensions import cuda_calls
+from support.kernels.attention_suite import in_float64, plain, worst
+from support.kernels.axes import axis
+from support.kernels.latent_attention_suite import CASES, LatentAttentionSuite, make
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.backends.cuda import latent_attention_workspace_bytes

@@ -1,13 +1,13 @@
 """Run the suite of `prepare_latents` on its CUDA kernel, and check its errors."""
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from gradients import gradients
-from latents_suite import CASES, PAIRS, LatentsSuite, make
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.latents_suite import CASES, PAIRS, LatentsSuite, make
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
 

@@ -2,21 +2,21 @@
 
 import functools
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from gradients import gradients
-from mamba2_scan_suite import (
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.mamba2_scan_suite import (
     MAMBA2,
     SCAN_CASES,
     Mamba2KernelSuite,
     make_scan,
     without_padding,
 )
-from recurrence_suite import RowsAloneSuite
+from support.kernels.recurrence_suite import RowsAloneSuite
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends.recurrent import mamba2_scan_workspace_bytes

@@ -2,14 +2,14 @@
 
 import functools
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from gradients import gradients
-from norm_suite import CASES, EPS, MIXED_PAIRS, PAIRS, NormSuite, make
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.norm_suite import CASES, EPS, MIXED_PAIRS, PAIRS, NormSuite, make
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
 

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import logit_error, run
-from divided_attention import IDS
-from expert_block import block
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_tensors
-from host_devices import call, decode, difference, tokens
-from mixer_cases import CASES as MIXERS
-from resized import write_resized
-from unquantized import dequantized
+from support.devices.divided_attention import IDS
+from support.devices.expert_block import block
+from support.devices.host_devices import call, decode, difference, tokens
+from support.files.given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_tensors
+from support.files.resized import write_resized
+from support.files.unquantized import dequantized
+from support.models.architecture import logit_error, run
+from support.models.mixer_cases import CASES as MIXERS
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel

@@ -1,12 +1,12 @@
 """Compare every byte of the CUDA quantizer with the exact quantizer in numpy."""
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quantizer_suite as cases
-from quantizer_suite import EveryScaleSuite, QuantizerSuite
+from support.extensions import cuda_calls
+from support.kernels import quantizer_suite as cases
+from support.kernels.quantizer_suite import EveryScaleSuite, QuantizerSuite
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics import nvfp4 as formats

@@ -2,15 +2,14 @@
 
 import functools
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from gradients import gradients
-from recurrent_chain import lower_behind_layer
-from recurrent_suite import (
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.recurrent_chain import lower_behind_layer
+from support.kernels.recurrent_suite import (
     DELTA_CASES,
     KIMI_CASES,
     MAMBA_CASES,
@@ -21,6 +20,7 @@ from recurrent_suite import (
     make_kimi,
     make_mamba,
 )
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
 

@@ -4,22 +4,22 @@ A build with ``NVFP4_EMULATE_BLACKWELL`` runs everything except CUTLASS's GEMM o
 arithmetic on the same arrays replaces that GEMM. `sm100_cases` has the expected outputs.
 """
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from gpu_suite import (
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.gpu_suite import (
     GpuLayerSuite,
     GpuProducts,
     TokensAloneSuite,
     assert_graph_follows_the_routing,
     run_product,
 )
-from kernel_cases import BF16, make_product
-from kernel_suite import ProductSuite
-from sm100_cases import Sm100Layers, Sm100Products
+from support.kernels.kernel_cases import BF16, make_product
+from support.kernels.kernel_suite import ProductSuite
+from support.kernels.sm100_cases import Sm100Layers, Sm100Products
 
 pytestmark = pytest.mark.fp4_sm100
 

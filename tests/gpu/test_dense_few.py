@@ -2,15 +2,21 @@
 
 import dataclasses
 
-import cuda_calls
-import dense_fp8_suite as fp8
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from dense_few_suite import SIZES, DenseFewSuite, assert_accurate, check_biases, make
-from dense_fp8_suite import DenseFp8Suite
+from support.extensions import cuda_calls
+from support.kernels import dense_fp8_suite as fp8
+from support.kernels.axes import axis
+from support.kernels.dense_few_suite import (
+    SIZES,
+    DenseFewSuite,
+    assert_accurate,
+    check_biases,
+    make,
+)
+from support.kernels.dense_fp8_suite import DenseFp8Suite
 
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8

@@ -1,11 +1,11 @@
 """Test the kernel for linear layers with few rows on a GPU, through the FFI targets."""
 
-import cuda_calls
 import pytest
-from axes import axis
-from gpu_suite import GpuProducts
-from kernel_suite import assert_accurate, bits
-from linear_few_suite import LINEARS, LinearFewSuite, make_linear
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.gpu_suite import GpuProducts
+from support.kernels.kernel_suite import assert_accurate, bits
+from support.kernels.linear_few_suite import LINEARS, LinearFewSuite, make_linear
 
 pytestmark = pytest.mark.gpu
 

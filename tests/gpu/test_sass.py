@@ -9,7 +9,7 @@ import collections
 import re
 
 import pytest
-from machine_code import (
+from support.extensions.machine_code import (
     ARCHITECTURES,
     LARGE_CHUNKS,
     LISTS_RESERVED,

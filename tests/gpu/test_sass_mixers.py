@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from machine_code import (
+from support.extensions.machine_code import (
     ARCHITECTURES,
     LARGE_CHUNKS,
     LISTS_RESERVED,

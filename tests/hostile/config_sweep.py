@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hostile
-from given import CHECKPOINTS, EXAMPLE
-from published_step import NOT_PUBLISHED, PUBLISHED
+from support.files.given import CHECKPOINTS, EXAMPLE
+from support.files.published_step import NOT_PUBLISHED, PUBLISHED
 
 ABSENT = "(absent)"
 HUGE = 10**400

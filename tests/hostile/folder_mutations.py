@@ -21,8 +21,8 @@ from typing import Any
 
 import config_sweep
 import hostile
-import tokenizer_folders
-from given import CHECKPOINTS, EXAMPLE, MODELS
+from support.files import tokenizer_folders
+from support.files.given import CHECKPOINTS, EXAMPLE, MODELS
 
 SEEDS = 500  # cases of one folder
 LOADS = 8  # the weights are read in one case of so many

@@ -35,7 +35,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 TESTS = pathlib.Path(__file__).parents[1]
-sys.path.append(str(TESTS / "support"))
+sys.path.append(str(TESTS))
 
 SECONDS = 2.0  # of one command
 MEGABYTES = 1024  # that one command may add to its process
@@ -286,7 +286,7 @@ def serve(open_case, cases: Sequence[str] | None) -> None:
 
 def warm_up() -> None:
     """Import the package, and compile what every case needs."""
-    from given import CHECKPOINTS
+    from support.files.given import CHECKPOINTS
 
     import jax_nvfp4_moe.cli.app  # noqa: F401
 

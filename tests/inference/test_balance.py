@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import run
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE
-from host_devices import call, make_mesh
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support.devices.host_devices import call, make_mesh
+from support.files.given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE
+from support.models.architecture import run
 
 from jax_nvfp4_moe import NVFP4MoE, load_model
 from jax_nvfp4_moe.inference.balance import count_experts, device_load, place_model

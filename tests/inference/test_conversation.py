@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given import CHECKPOINTS
+from support.files.given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference import generation

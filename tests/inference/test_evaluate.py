@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
+from support.files.given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 from jax_nvfp4_moe import evaluate, load_model
 from jax_nvfp4_moe.inference.evaluation import perplexity, standard_error, summary_rows, window_rows

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exported import layer_arguments, step_arguments
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE
+from support.files.given import CHECKPOINTS, EXAMPLE
+from support.models.exported import layer_arguments, step_arguments
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
@@ -24,7 +24,7 @@ AGAIN = """
 import pathlib, sys
 import jax, jax.numpy as jnp, numpy as np
 import jax_nvfp4_moe as nvfp4
-from exported import {arguments} as arguments
+from support.models.exported import {arguments} as arguments
 
 folder = pathlib.Path(sys.argv[1])
 exported = nvfp4.load_exported((folder / "program").read_bytes())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import EXAMPLE
+from support.files.given import EXAMPLE
 
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.inference import flat_model

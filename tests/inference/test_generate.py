@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import run
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_facts
+from support.files.given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_facts
+from support.models.architecture import run
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.inference import generation

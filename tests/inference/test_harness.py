@@ -4,11 +4,11 @@ import json
 import math
 import shutil
 
-import harness_cases as cases
 import numpy as np
 import pytest
-from checkpoint_edits import read_all
-from given import EXAMPLE, EXAMPLE_REFERENCE
+from support.files.checkpoint_edits import read_all
+from support.files.given import EXAMPLE, EXAMPLE_REFERENCE
+from support.models import harness_cases as cases
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint.export import write_safetensors

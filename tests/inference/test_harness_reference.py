@@ -6,9 +6,9 @@ tests/reference/harness.py stored what HFLM gives for a dequantized copy of the 
 import json
 import math
 
-import harness_cases as cases
 import pytest
-from given import EXAMPLE, EXAMPLE_REFERENCE
+from support.files.given import EXAMPLE, EXAMPLE_REFERENCE
+from support.models import harness_cases as cases
 
 import jax_nvfp4_moe as nvfp4
 

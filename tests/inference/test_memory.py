@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from synthetic_model import SIZES
+from support.models.synthetic_model import SIZES
 
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.checkpoint.synthetic import write_synthetic

@@ -8,11 +8,11 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import letters
 import numpy as np
 import pytest
-from checkpoint_edits import read_all
-from given import CHECKPOINTS
+from support.files import letters
+from support.files.checkpoint_edits import read_all
+from support.files.given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint.export import write_safetensors

@@ -5,7 +5,7 @@
 
 import numpy as np
 import pytest
-from given import CHECKPOINTS, copy_with_config
+from support.files.given import CHECKPOINTS, copy_with_config
 
 from jax_nvfp4_moe import evaluate, generate, load_model, stream
 from jax_nvfp4_moe.inference import evaluation, generation, prefill

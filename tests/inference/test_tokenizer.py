@@ -5,8 +5,8 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizer_folders as folders
-from given import EXAMPLE
+from support.files import tokenizer_folders as folders
+from support.files.given import EXAMPLE
 
 from jax_nvfp4_moe import CheckpointError
 from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids

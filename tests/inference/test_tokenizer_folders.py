@@ -7,8 +7,8 @@ import json
 
 import numpy as np
 import pytest
-import tokenizer_folders as folders
-from given import CHECKPOINTS
+from support.files import tokenizer_folders as folders
+from support.files.given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
 

@@ -11,8 +11,8 @@ import json
 import jax
 import numpy as np
 import pytest
-from architecture import EACH_MIXER, EXACT, LONG_TEXTS, load_case, relative, run
-from given import CHECKPOINTS, MODELS, copy_with_config, reference_tensors
+from support.files.given import CHECKPOINTS, MODELS, copy_with_config, reference_tensors
+from support.models.architecture import EACH_MIXER, EXACT, LONG_TEXTS, load_case, relative, run
 
 from jax_nvfp4_moe import generate, load_moe
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config

@@ -10,9 +10,9 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import KERNELS, logit_error, run
-from checkpoint_edits import read_all
-from given import CHECKPOINTS, reference_tensors
+from support.files.checkpoint_edits import read_all
+from support.files.given import CHECKPOINTS, reference_tensors
+from support.models.architecture import KERNELS, logit_error, run
 
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.checkpoint.compressed_tensors import declaration

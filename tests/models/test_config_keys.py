@@ -5,7 +5,7 @@ import json
 import logging
 
 import pytest
-from given import CHECKPOINTS, MODELS, copy_with_config
+from support.files.given import CHECKPOINTS, MODELS, copy_with_config
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config

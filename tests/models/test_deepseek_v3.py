@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given import CHECKPOINTS, copy_with_config
+from support.files.given import CHECKPOINTS, copy_with_config
 
 from jax_nvfp4_moe import CheckpointError, Target, load_model
 from jax_nvfp4_moe.models import deepseek_v3

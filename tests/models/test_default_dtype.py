@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EACH_MIXER, EXACT, KERNELS, load_case
 from flax import nnx
-from given import CHECKPOINTS, MODELS
-from plain_rounding import followed_choices, own_choices, rounded_modules
+from support.files.given import CHECKPOINTS, MODELS
+from support.models.architecture import EACH_MIXER, EXACT, KERNELS, load_case
+from support.models.plain_rounding import followed_choices, own_choices, rounded_modules
 
 from jax_nvfp4_moe import explain, load_model
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedTokens

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EXACT, logit_error, run
-from checkpoint_edits import edited, read_all
-from deepseek_v4_files import publish_names
-from given import CHECKPOINTS, reference_tensors
-from published_step import NOT_PUBLISHED, PUBLISHED
-from unquantized import ROUNDABLE, dense_tensors, read_config, write_source
+from support.files.checkpoint_edits import edited, read_all
+from support.files.deepseek_v4_files import publish_names
+from support.files.given import CHECKPOINTS, reference_tensors
+from support.files.published_step import NOT_PUBLISHED, PUBLISHED
+from support.files.unquantized import ROUNDABLE, dense_tensors, read_config, write_source
+from support.models.architecture import EXACT, logit_error, run
 
 from jax_nvfp4_moe import CheckpointError, load_model, quantize_model
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config

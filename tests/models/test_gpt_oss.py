@@ -6,15 +6,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from architecture import (
+from support.files.checkpoint_edits import E2M1, edited, load, read_all
+from support.files.given import CHECKPOINTS, copy_with_config, reference_tensors
+from support.models.architecture import (
     EXACT,
     KERNELS,
     block_errors,
     logit_error,
     run,
 )
-from checkpoint_edits import E2M1, edited, load, read_all
-from given import CHECKPOINTS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint import open_checkpoint

@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 import pytest
-from checkpoint_edits import edited
-from given import CHECKPOINTS, MODELS, copy_with_config
+from support.files.checkpoint_edits import edited
+from support.files.given import CHECKPOINTS, MODELS, copy_with_config
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config

@@ -5,13 +5,13 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import (
+from support.files.given import CHECKPOINTS, copy_with_config, reference_tensors
+from support.models.architecture import (
     KERNELS,
     block_errors,
     logit_error,
     run,
 )
-from given import CHECKPOINTS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.models import llama4

@@ -14,8 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import LONG_TEXTS
-from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config, reference_tensors
+from support.files.given import (
+    CHECKPOINTS,
+    EXAMPLE,
+    EXAMPLE_REFERENCE,
+    copy_with_config,
+    reference_tensors,
+)
+from support.models.architecture import LONG_TEXTS
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.backends import attention

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_edits import GIVEN, W4A4, edited, read_all
-from given import CHECKPOINTS, reference_tensors
-from host_devices import call
+from support.devices.host_devices import call
+from support.files.checkpoint_edits import GIVEN, W4A4, edited, read_all
+from support.files.given import CHECKPOINTS, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, explain, generate, load_model, load_moe
 from jax_nvfp4_moe.checkpoint import open_checkpoint

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import KERNELS, relative, run
 from flax import nnx
-from given import (
+from support.files.given import (
     CHECKPOINTS,
     EXAMPLE,
     RUNS,
@@ -19,7 +18,8 @@ from given import (
     reference_facts,
     reference_tensors,
 )
-from unquantized import SMALL
+from support.files.unquantized import SMALL
+from support.models.architecture import KERNELS, relative, run
 
 from jax_nvfp4_moe import CheckpointError, Scheme, Target, explain, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors

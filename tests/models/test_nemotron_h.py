@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import KERNELS
-from given import CHECKPOINTS, copy_with_config, reference_tensors
+from support.files.given import CHECKPOINTS, copy_with_config, reference_tensors
+from support.models.architecture import KERNELS
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.export import write_safetensors

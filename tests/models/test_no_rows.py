@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EACH_MIXER
-from given import CHECKPOINTS, EXAMPLE
+from support.files.given import CHECKPOINTS, EXAMPLE
+from support.models.architecture import EACH_MIXER
 
 from jax_nvfp4_moe import generate, load_model, load_tokenizer, stream
 

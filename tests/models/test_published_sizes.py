@@ -12,8 +12,8 @@ import json
 import jax
 import numpy as np
 import pytest
-from given import CHECKPOINTS
-from resized import write_resized
+from support.files.given import CHECKPOINTS
+from support.files.resized import write_resized
 
 from jax_nvfp4_moe import CheckpointError, load_model
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config

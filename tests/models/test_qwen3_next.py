@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given import CHECKPOINTS, reference_tensors
+from support.files.given import CHECKPOINTS, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config

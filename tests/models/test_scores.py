@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EACH_MIXER, KERNELS
-from given import CHECKPOINTS
+from support.files.given import CHECKPOINTS
+from support.models.architecture import EACH_MIXER, KERNELS
 
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.models import scores

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given import CHECKPOINTS
 from jax.extend.core import jaxprs_in_params
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.checkpoint import open_checkpoint

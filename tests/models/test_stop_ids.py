@@ -4,7 +4,7 @@ import json
 
 import pytest
 from flax import nnx
-from given import CHECKPOINTS, copy_with_config
+from support.files.given import CHECKPOINTS, copy_with_config
 
 from jax_nvfp4_moe import CheckpointError, load_model
 from jax_nvfp4_moe.checkpoint.table import WeightTable

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_edits import GIVEN, W4A4, W4A16, edited
 from flax import nnx
-from given import CHECKPOINTS, copy_with_config
-from host_devices import make_mesh
-from unquantized import SMALL
+from support.devices.host_devices import make_mesh
+from support.files.checkpoint_edits import GIVEN, W4A4, W4A16, edited
+from support.files.given import CHECKPOINTS, copy_with_config
+from support.files.unquantized import SMALL
 
 from jax_nvfp4_moe import CheckpointError, load_model, quantize_model, restore, save
 from jax_nvfp4_moe.checkpoint.export import write_safetensors

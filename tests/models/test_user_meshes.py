@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import difference, make_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.devices.host_devices import difference, make_mesh
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe import load_model
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recurrent_rules import check_gradients
+from support.ops.recurrent_rules import check_gradients
 
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.backends.delta_chunks import choose_precision

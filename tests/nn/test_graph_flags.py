@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
-from unquantized import SMALL
+from support.files.given import CHECKPOINTS
+from support.files.unquantized import SMALL
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference.balance import count_experts, place_model

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_edits import edited
-from given import CHECKPOINTS, copy_with_config, reference_tensors
+from support.files.checkpoint_edits import edited
+from support.files.given import CHECKPOINTS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.models import glm4_moe, minimax_m2, mixtral, olmoe, qwen3_moe

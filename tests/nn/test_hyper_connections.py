@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from architecture import relative
+from support.models.architecture import relative
 
 from jax_nvfp4_moe.nn.hyper_connections import balance
 

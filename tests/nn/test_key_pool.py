@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EXACT, relative
-from given import CHECKPOINTS
+from support.files.given import CHECKPOINTS
+from support.models.architecture import EXACT, relative
 
 from jax_nvfp4_moe import load_model
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from divided_attention import load_attention
-from given import CHECKPOINTS
+from support.devices.divided_attention import load_attention
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe.models import deepseek_v3
 from jax_nvfp4_moe.nn.attention import latent_attention

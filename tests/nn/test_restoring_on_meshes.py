@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_block import block
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import BOUND, call, difference, make_mesh, name_shape, tokens
 from jax.sharding import AxisType
-from mixer_cases import TWO_LAYERS
-from resized import write_resized
-from synthetic_model import SIZES
-from unquantized import first_layer_dequantized
+from support.devices.expert_block import block
+from support.devices.host_devices import BOUND, call, difference, make_mesh, name_shape, tokens
+from support.files.given import CHECKPOINTS
+from support.files.resized import write_resized
+from support.files.unquantized import first_layer_dequantized
+from support.models.mixer_cases import TWO_LAYERS
+from support.models.synthetic_model import SIZES
 
 from jax_nvfp4_moe import load_model, restore, save
 from jax_nvfp4_moe.checkpoint.synthetic import write_synthetic

@@ -13,9 +13,9 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE
-from host_devices import call
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support.devices.host_devices import call
+from support.files.given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
 from jax_nvfp4_moe.checkpoint.writing import sole_writer

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import make_mesh
+from support.devices.host_devices import make_mesh
+from support.files.given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from host_devices import make_mesh
+from support.devices.host_devices import make_mesh
 
 from jax_nvfp4_moe import NVFP4MoE, Router, quantize_experts
 from jax_nvfp4_moe.nn import TokenRouter

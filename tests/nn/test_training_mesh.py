@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import difference, make_mesh
-from mixer_cases import TWO_LAYERS
-from resized import write_resized
-from unquantized import first_layer_dequantized
+from support.devices.host_devices import difference, make_mesh
+from support.files.given import CHECKPOINTS
+from support.files.resized import write_resized
+from support.files.unquantized import first_layer_dequantized
+from support.models.mixer_cases import TWO_LAYERS
 
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.parallel.shard_order import to_one_device

@@ -5,8 +5,8 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_edits import E2M1
-from given import CHECKPOINTS
+from support.files.checkpoint_edits import E2M1
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
 from jax_nvfp4_moe.numerics import mxfp4

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from given import CHECKPOINTS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
 from jax_nvfp4_moe.numerics import nvfp4 as formats

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routers import FAMILIES, inputs, sigmoid
+from support.ops.routers import FAMILIES, inputs, sigmoid
 
 from jax_nvfp4_moe.numerics.routing import Router, route
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import find_seen, in_float64, jitted_attention, worst
+from support.kernels.attention_suite import find_seen, in_float64, jitted_attention, worst
 
 from jax_nvfp4_moe import NoBackendError, Target
 from jax_nvfp4_moe.backends.attention import PADDING

@@ -3,16 +3,21 @@
 import functools
 import itertools
 
-import attention_suite
-import cpu_calls
 import jax
 import jax.numpy as jnp
-import latent_attention_suite
 import numpy as np
 import pytest
-from attention_suite import AttentionSuite, in_float64, jitted_attention, plain, worst
-from axes import axis
-from latent_attention_suite import LatentAttentionSuite
+from support.extensions import cpu_calls
+from support.kernels import attention_suite, latent_attention_suite
+from support.kernels.attention_suite import (
+    AttentionSuite,
+    in_float64,
+    jitted_attention,
+    plain,
+    worst,
+)
+from support.kernels.axes import axis
+from support.kernels.latent_attention_suite import LatentAttentionSuite
 
 from jax_nvfp4_moe.ops import attention
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shared_expert_block import HIDDEN, make_layer, run_layers
+from support.ops.shared_expert_block import HIDDEN, make_layer, run_layers
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import Target, ops

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from architecture import relative
+from support.models.architecture import relative
 
 from jax_nvfp4_moe.ops import chosen_keys
 from jax_nvfp4_moe.ops.compressed_keys import attend_to_compressed

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from convolution_suite import CONVOLUTIONS, ConvolutionSuite, make_convolution
+from support.kernels.axes import axis
+from support.kernels.convolution_suite import CONVOLUTIONS, ConvolutionSuite, make_convolution
 
 from jax_nvfp4_moe import NoBackendError, Target, ops
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from delta_rule_suite import (
+from support.kernels.axes import axis
+from support.kernels.delta_rule_suite import (
     CHANNEL_DELTA,
     DELTA,
     ChannelDeltaRuleSuite,
@@ -16,8 +16,8 @@ from delta_rule_suite import (
     make_rule,
     without_padding,
 )
-from gradients import gradients
-from recurrence_suite import find_padding
+from support.kernels.recurrence_suite import find_padding
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import NoBackendError, Target, ops
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import gradients
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 

@@ -2,10 +2,10 @@
 
 import jax
 import pytest
-from host_devices import make_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from op_gradients import CASES, OTHERS, Case, assert_close
+from support.devices.host_devices import make_mesh
+from support.ops.op_gradients import CASES, OTHERS, Case, assert_close
 
 from jax_nvfp4_moe import ops
 

@@ -3,15 +3,15 @@
 import functools
 import re
 
-import cpu_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import Case, in_float64, jitted_attention, worst
-from axes import axis
-from fp8_attention_suite import FP8, FP8_CASES, Fp8AttentionSuite, make_fp8
-from gradients import gradients
+from support.extensions import cpu_calls
+from support.kernels.attention_suite import Case, in_float64, jitted_attention, worst
+from support.kernels.axes import axis
+from support.kernels.fp8_attention_suite import FP8, FP8_CASES, Fp8AttentionSuite, make_fp8
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import Problem, Target, explain
 from jax_nvfp4_moe.backends.attention import attend

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from float64_layer import activate
-from gating_suite import (
+from support.kernels.float64_layer import activate
+from support.kernels.gating_suite import (
     ACTIVATIONS,
     DTYPES,
     GATES,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layer import E, H, I, K, expert_layer
+from support.ops.expert_layer import E, H, I, K, expert_layer
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import BACKENDS

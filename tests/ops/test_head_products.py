@@ -5,8 +5,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from axes import axis
-from head_product_suite import HeadProductSuite, make
+from support.kernels.axes import axis
+from support.kernels.head_product_suite import HeadProductSuite, make
 
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values

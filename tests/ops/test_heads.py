@@ -3,14 +3,14 @@
 import functools
 import re
 
-import cpu_calls
-import head_suite
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from fp8_head_suite import (
+from support.extensions import cpu_calls
+from support.kernels import head_suite
+from support.kernels.axes import axis
+from support.kernels.fp8_head_suite import (
     FP8_HEAD_CASES,
     Fp8HeadCallSuite,
     Fp8HeadSuite,
@@ -19,7 +19,7 @@ from fp8_head_suite import (
     in_16_bits,
     with_fp8_cache,
 )
-from head_suite import (
+from support.kernels.head_suite import (
     CASES,
     PAIRS,
     HeadCallSuite,

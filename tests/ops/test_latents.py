@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from latents_suite import CASES, PAIRS, LatentsSuite, make
+from support.kernels.axes import axis
+from support.kernels.latents_suite import CASES, PAIRS, LatentsSuite, make
 
 from jax_nvfp4_moe import Problem, Target, explain, ops
 from jax_nvfp4_moe.numerics.rope import Rope

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from gradients import gradients
-from mamba2_scan_suite import (
+from support.kernels.axes import axis
+from support.kernels.mamba2_scan_suite import (
     MAMBA2,
     Mamba2ScanSuite,
     make_scan,
     without_padding,
 )
-from recurrence_suite import find_padding
+from support.kernels.recurrence_suite import find_padding
+from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import NoBackendError, Target, ops
 

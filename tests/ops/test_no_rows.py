@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from empty_calls import CALLS, FULL, resolve
+from support.ops.empty_calls import CALLS, FULL, resolve
 
 from jax_nvfp4_moe import Target, ops
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from norm_suite import CASES, EPS, PAIRS, NormSuite, make
+from support.kernels.axes import axis
+from support.kernels.norm_suite import CASES, EPS, PAIRS, NormSuite, make
 
 from jax_nvfp4_moe import NoBackendError, Problem, Target, explain, ops
 from jax_nvfp4_moe.numerics.norms import normalize

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from expert_layer import E, H, I, K, expert_layer
+from support.ops.expert_layer import E, H, I, K, expert_layer
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics.activations import ACTIVATIONS, find_activation

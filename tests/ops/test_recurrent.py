@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from recurrent_suite import (
+from support.kernels.axes import axis
+from support.kernels.recurrent_suite import (
     DELTA_CASES,
     MAMBA_CASES,
     DeltaStepSuite,

@@ -5,20 +5,20 @@
 
 import re
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axes import axis
-from router_suite import (
+from support.extensions import cuda_calls
+from support.kernels.axes import axis
+from support.kernels.router_suite import (
     FORMS,
     RouterSuite,
     assert_routes_alike,
     exact_weights,
     with_experts,
 )
-from routers import FAMILIES, inputs
+from support.ops.routers import FAMILIES, inputs
 
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.numerics.routing import Router, route

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from empty_calls import EXPERTS
-from host_devices import make_mesh
 from jax.sharding import PartitionSpec as P
-from op_gradients import CASES, OTHERS, Case, assert_close
+from support.devices.host_devices import make_mesh
+from support.ops.empty_calls import EXPERTS
+from support.ops.op_gradients import CASES, OTHERS, Case, assert_close
 
 from jax_nvfp4_moe import ops
 

@@ -2,16 +2,15 @@
 
 import functools
 
-import cpu_calls
-import cuda_calls
-import float64_layer
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from float64_layer import Layer, Options
-from given import RUNS, reference_tensors
-from kernel_cases import BF16, NEXT_CODES, xla
+from support.extensions import cpu_calls, cuda_calls
+from support.files.given import RUNS, reference_tensors
+from support.kernels import float64_layer
+from support.kernels.float64_layer import Layer, Options
+from support.kernels.kernel_cases import BF16, NEXT_CODES, xla
 
 from jax_nvfp4_moe import load_moe
 from jax_nvfp4_moe.testing import assert_as_accurate_as

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import call, collectives, difference, make_mesh
+from support.devices.host_devices import call, collectives, difference, make_mesh
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe import NVFP4MoE, load_model
 from jax_nvfp4_moe.parallel import find_expert_mesh

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, PROGRAMS, reference_facts
+from support.files.given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, PROGRAMS, reference_facts
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.inference.balance import count_experts

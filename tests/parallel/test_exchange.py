@@ -8,10 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_block import block
-from host_devices import BOUND, call, difference, make_mesh, name_shape, run_counted, tokens
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from ragged_emulation import emulate_ragged
+from support.devices.expert_block import block
+from support.devices.host_devices import (
+    BOUND,
+    call,
+    difference,
+    make_mesh,
+    name_shape,
+    run_counted,
+    tokens,
+)
+from support.devices.ragged_emulation import emulate_ragged
 
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.nn.experts import routed_experts

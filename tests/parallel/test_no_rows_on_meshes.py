@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import BOUND, make_mesh
-from mixer_cases import TWO_LAYERS
-from resized import write_resized
+from support.devices.host_devices import BOUND, make_mesh
+from support.files.given import CHECKPOINTS
+from support.files.resized import write_resized
+from support.models.mixer_cases import TWO_LAYERS
 
 from jax_nvfp4_moe import NVFP4MoE, generate, load_model
 from jax_nvfp4_moe.nn.experts import routed_experts

@@ -9,10 +9,10 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_edits import edited
-from divided_attention import load_attention
-from host_devices import BOUND, IDS, call, difference, make_mesh, tokens
-from unquantized import dequantized
+from support.devices.divided_attention import load_attention
+from support.devices.host_devices import BOUND, IDS, call, difference, make_mesh, tokens
+from support.files.checkpoint_edits import edited
+from support.files.unquantized import dequantized
 
 from jax_nvfp4_moe import load_model, load_moe
 from jax_nvfp4_moe.models import deepseek_v3, kimi_linear, minimax_m3, qwen3_moe, step3p7

@@ -10,11 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_block import block, make_block, weights
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE
-from host_devices import BOUND, SHAPES, call, difference, make_mesh, name_shape, run_counted, tokens
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support.devices.expert_block import block, make_block, weights
+from support.devices.host_devices import (
+    BOUND,
+    SHAPES,
+    call,
+    difference,
+    make_mesh,
+    name_shape,
+    run_counted,
+    tokens,
+)
+from support.files.given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe import NVFP4MoE, Target, load_model, load_moe, ops
 from jax_nvfp4_moe.backends.conversion import forget_reports

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from divided_attention import load_attention
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE
-from host_devices import (
+from jax.sharding import AxisType
+from support.devices.divided_attention import load_attention
+from support.devices.host_devices import (
     BOUND,
     IDS,
     call,
@@ -25,9 +25,9 @@ from host_devices import (
     run_counted,
     tokens,
 )
-from jax.sharding import AxisType
-from synthetic_model import SIZES, write_model
-from unquantized import dequantized
+from support.files.given import CHECKPOINTS, EXAMPLE
+from support.files.unquantized import dequantized
+from support.models.synthetic_model import SIZES, write_model
 
 import jax_nvfp4_moe.parallel.experts
 from jax_nvfp4_moe import generate, load_model, load_moe

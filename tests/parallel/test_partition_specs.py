@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import make_mesh
 from jax.sharding import AxisType, PartitionSpec
+from support.devices.host_devices import make_mesh
+from support.files.given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
 

@@ -8,11 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from divided_attention import IDS, load_attention
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import call, decode, difference, make_mesh, name_shape, run_counted
-from unquantized import dequantized
+from support.devices.divided_attention import IDS, load_attention
+from support.devices.host_devices import (
+    call,
+    decode,
+    difference,
+    make_mesh,
+    name_shape,
+    run_counted,
+)
+from support.files.given import CHECKPOINTS
+from support.files.unquantized import dequantized
 
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.models import deepseek_v3, deepseek_v32, llama4, minimax_m2, olmoe

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import (
+from support.devices.host_devices import (
     BOUND,
     IDS,
     SHAPES,
@@ -22,8 +21,9 @@ from host_devices import (
     over_shapes,
     run_counted,
 )
-from mixer_cases import CASES
-from resized import write_resized
+from support.files.given import CHECKPOINTS
+from support.files.resized import write_resized
+from support.models.mixer_cases import CASES
 
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.nn.sharding import say_replicated

@@ -17,12 +17,12 @@ import pathlib
 import re
 import sys
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
-from float64_layer import Layer, Options
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from support.extensions import cuda_calls
+from support.kernels.float64_layer import Layer, Options
 
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 

@@ -12,12 +12,12 @@ import pathlib
 import re
 import sys
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from support.extensions import cuda_calls
 
 from jax_nvfp4_moe import MoEParams, NVFP4Tensor, Scheme, Target
 from jax_nvfp4_moe.checkpoint import LinearWeights, Source

@@ -15,13 +15,13 @@ import pathlib
 import re
 import sys
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 from deviceless_decode import FREE, Shapes
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from support.extensions import cuda_calls
 
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.nn.attention.latent_attention import LatentAttention, MLAConfig

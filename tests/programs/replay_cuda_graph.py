@@ -11,13 +11,13 @@ import dataclasses
 import json
 import sys
 
-import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
-import sm100_cases
-from float64_layer import Options
-from kernel_cases import BF16, make_layer, uniform
+from support.extensions import cuda_calls
+from support.kernels import sm100_cases
+from support.kernels.float64_layer import Options
+from support.kernels.kernel_cases import BF16, make_layer, uniform
 
 CALLS, TOKENS, TOP_K, EXPERTS = 8, 33, 3, 6
 CASE = (TOKENS, TOP_K, EXPERTS, 128, 64, uniform(TOKENS, TOP_K, EXPERTS))

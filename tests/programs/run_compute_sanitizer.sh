@@ -8,7 +8,7 @@
 # guarded, and no kernel hides inside a CUDA graph. Exit status 0: all four tools saw no error.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
-export PYTHONPATH=$here/../support${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
 logs=${1:-$(mktemp -d)}
 mkdir -p "$logs"
 [ $# -gt 0 ] && shift

@@ -8,7 +8,7 @@
 # records on the GPU, and eight processes at once ran out of its memory. Exit status 0: no hazard.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
-export PYTHONPATH=$here/../support${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
 logs=${1:-$(mktemp -d)}
 repeats=${2:-20}
 at_once=${3:-2}

@@ -15,26 +15,10 @@ import argparse
 import functools
 import itertools
 
-import cuda_calls
-import dense_fp8_suite as fp8
-import float64_layer
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from attention_suite import CASES as ATTENTION
-from attention_suite import make as make_attention
-from dense_few_suite import PAIRS, SIZES
-from float64_layer import Options
-from fp8_attention_suite import FP8_CASES as FP8_ATTENTION
-from fp8_attention_suite import make_fp8
-from head_product_suite import CASES as HEAD_PRODUCTS
-from head_product_suite import make as make_head_product
-from latent_attention_suite import CASES as LATENT_ATTENTION
-from latent_attention_suite import make as make_latent_attention
-from latents_suite import CASES as LATENTS
-from latents_suite import PAIRS as LATENT_PAIRS
-from latents_suite import make as make_latents
 from sanitize_check import check
 from sanitize_recurrent import (
     run_convolutions,
@@ -42,7 +26,23 @@ from sanitize_recurrent import (
     run_mamba2_scans,
     run_recurrent_steps,
 )
-from shared_expert_block import HIDDEN, make_layer, run_layers
+from support.extensions import cuda_calls
+from support.kernels import dense_fp8_suite as fp8
+from support.kernels import float64_layer
+from support.kernels.attention_suite import CASES as ATTENTION
+from support.kernels.attention_suite import make as make_attention
+from support.kernels.dense_few_suite import PAIRS, SIZES
+from support.kernels.float64_layer import Options
+from support.kernels.fp8_attention_suite import FP8_CASES as FP8_ATTENTION
+from support.kernels.fp8_attention_suite import make_fp8
+from support.kernels.head_product_suite import CASES as HEAD_PRODUCTS
+from support.kernels.head_product_suite import make as make_head_product
+from support.kernels.latent_attention_suite import CASES as LATENT_ATTENTION
+from support.kernels.latent_attention_suite import make as make_latent_attention
+from support.kernels.latents_suite import CASES as LATENTS
+from support.kernels.latents_suite import PAIRS as LATENT_PAIRS
+from support.kernels.latents_suite import make as make_latents
+from support.ops.shared_expert_block import HIDDEN, make_layer, run_layers
 
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.backends import _ffi

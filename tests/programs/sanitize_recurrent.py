@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from convolution_suite import CONVOLUTIONS, make_convolution
-from delta_rule_suite import CHANNEL_DELTA, DELTA
-from mamba2_scan_suite import MAMBA2
-from recurrent_chain import lower_behind_layer
-from recurrent_suite import (
+from sanitize_check import check
+from support.kernels.convolution_suite import CONVOLUTIONS, make_convolution
+from support.kernels.delta_rule_suite import CHANNEL_DELTA, DELTA
+from support.kernels.mamba2_scan_suite import MAMBA2
+from support.kernels.recurrent_chain import lower_behind_layer
+from support.kernels.recurrent_suite import (
     DELTA_CASES,
     KIMI_CASES,
     MAMBA_CASES,
@@ -19,7 +20,6 @@ from recurrent_suite import (
     make_mamba,
     take_rates,
 )
-from sanitize_check import check
 
 from jax_nvfp4_moe import ops
 

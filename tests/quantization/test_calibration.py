@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import LONG_TEXTS
-from checkpoint_edits import GIVEN, read_all
-from unquantized import SMALL, dequantized, tokens
-from young_objects import collects_new_objects_alone
+from support.devices.young_objects import collects_new_objects_alone
+from support.files.checkpoint_edits import GIVEN, read_all
+from support.files.unquantized import SMALL, dequantized, tokens
+from support.models.architecture import LONG_TEXTS
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_edits import edited, read_all
-from given import CHECKPOINTS, reference_tensors
-from host_devices import call
+from support.devices.host_devices import call
+from support.files.checkpoint_edits import edited, read_all
+from support.files.given import CHECKPOINTS, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, cast_model, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.export import write_folder

@@ -7,8 +7,8 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_edits import edited
-from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_tensors
+from support.files.checkpoint_edits import edited
+from support.files.given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_moe
 from jax_nvfp4_moe.figures import check_plot

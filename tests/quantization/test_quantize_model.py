@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from architecture import EXACT, KERNELS, run
-from checkpoint_edits import GIVEN, read_all
-from hashed_weights import digest, hashed_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unquantized import (
+from support.files.checkpoint_edits import GIVEN, read_all
+from support.files.hashed_weights import digest, hashed_weight
+from support.files.unquantized import (
     ROUNDABLE,
     SMALL,
     dense_tensors,
@@ -23,6 +22,7 @@ from unquantized import (
     tokens,
     write_source,
 )
+from support.models.architecture import EXACT, KERNELS, run
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe, quantize_model
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint

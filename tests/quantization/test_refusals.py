@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from checkpoint_edits import read_all
-from given import EXAMPLE
-from unquantized import SMALL, read_config, write_source
+from support.files.checkpoint_edits import read_all
+from support.files.given import EXAMPLE
+from support.files.unquantized import SMALL, read_config, write_source
 
 from jax_nvfp4_moe import CheckpointError, quantize_model
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS

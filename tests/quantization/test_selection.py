@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from unquantized import dequantized
+from support.files.unquantized import dequantized
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import plan_unquantized

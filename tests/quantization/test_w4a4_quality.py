@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
+from support.files.given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer

@@ -1,8 +1,8 @@
 """`python -m tests.reference.digests FOLDER ...`: what modelopt makes of weights that all can make.
 
 For each folder of a checkpoint in W4A16, quantizes the same model again with the weights of
-`tests/support/hashed_weights.py` in place of those that were quantized. Writes a digest of the
-bytes of each quantized matrix to `tests/checkpoints/modelopt-digests.json`.
+`tests/support/files/hashed_weights.py` in place of those that were quantized. Writes a digest of
+the bytes of each quantized matrix to `tests/checkpoints/modelopt-digests.json`.
 """
 
 import json
@@ -18,13 +18,10 @@ import torch
 from tests.reference import dense, generate, models, tools
 from tests.reference.architectures import ARCHITECTURES
 from tests.reference.forms import FORMS
+from tests.support.files.hashed_weights import digest, hashed_weight
 
 TESTS = pathlib.Path(__file__).parents[1]
 RESULTS = TESTS / "checkpoints" / "modelopt-digests.json"
-sys.path.append(str(TESTS / "support"))
-
-from hashed_weights import digest, hashed_weight  # noqa: E402
-
 _PARTS = re.compile(r"(.+)\.(weight|weight_scale|weight_scale_2)")
 
 

@@ -17,7 +17,7 @@ import transformers
 from lm_eval.models.huggingface import HFLM
 from safetensors.torch import load_file, save_file
 
-from tests.support import harness_cases as cases
+from tests.support.models import harness_cases as cases
 
 FILE = cases.TESTS / "checkpoints/tiny-python-moe-reference/harness.json"
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

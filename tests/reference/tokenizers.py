@@ -1,8 +1,8 @@
 """`python -m tests.reference.tokenizers`: what transformers makes of small tokenizer folders.
 
-Writes each folder of `tests/support/tokenizer_folders.py`, loads it with AutoTokenizer, and stores
-in ``tests/checkpoints/tokenizers.json`` its token ids, decoded texts, special tokens and rendered
-templates.
+Writes each folder of `tests/support/files/tokenizer_folders.py`, loads it with AutoTokenizer, and
+stores in ``tests/checkpoints/tokenizers.json`` its token ids, decoded texts, special tokens and
+rendered templates.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import pathlib
 import tempfile
 from typing import Any
 
-from tests.support import tokenizer_folders as folders
+from tests.support.files import tokenizer_folders as folders
 
 STORED = pathlib.Path(__file__).resolve().parents[1] / "checkpoints" / "tokenizers.json"
 

@@ -29,10 +29,10 @@ import pytest
 import quantize
 import whole_model
 from flax import nnx
-from given import user_environment
 from moe_cases import CASES, Ceilings
 from rich.console import Console
-from young_objects import collects_new_objects_alone
+from support.devices.young_objects import collects_new_objects_alone
+from support.files.given import user_environment
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.cli.timing import time_program

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from given import ROOT
+from support.files.given import ROOT
 
 from jax_nvfp4_moe.backends._ffi import runs_on
 

@@ -7,7 +7,7 @@ import measure
 import pages
 import pytest
 import tables
-from given import MODELS
+from support.files.given import MODELS
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.models.loading import ARCHITECTURES

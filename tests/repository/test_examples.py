@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE
-from host_devices import make_mesh
+from support.devices.host_devices import make_mesh
+from support.files.given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe import load_model, load_tokenizer, quantize_experts
 from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import types
 
-from given import TESTS
+from support.files.given import TESTS
 
 import jax_nvfp4_moe
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from given import ROOT
+from support.files.given import ROOT
 
 # A quick property test that asks for 30 examples.
 PROPERTY = "tests/parallel/test_placement.py::test_physical_ids_are_copies_in_turn"

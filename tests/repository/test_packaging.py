@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pages
-from given import ROOT
+from support.files.given import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Pages and messages of the package that a user reads.

@@ -8,7 +8,7 @@ import sys
 import jax
 import pages
 import pytest
-from given import ROOT
+from support.files.given import ROOT
 
 README = "README.md"
 PAGES = (README, *pages.GUIDES)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from given import CHECKPOINTS, ROOT, user_environment
+from support.files.given import CHECKPOINTS, ROOT, user_environment
 
 
 def command(*arguments):

@@ -1,0 +1,146 @@
+"""Edit copies of the given checkpoints, and build modules from them."""
+
+import json
+import pathlib
+import shutil
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+import jax_nvfp4_moe
+from jax_nvfp4_moe.checkpoint import (
+    CheckpointError,
+    LoadOptions,
+    Source,
+    WeightTable,
+    open_checkpoint,
+    read_source,
+)
+from jax_nvfp4_moe.checkpoint.export import write_safetensors
+from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
+from jax_nvfp4_moe.scheme import CheckpointScheme
+
+GIVEN = pathlib.Path(__file__).parents[2] / "checkpoints"
+QWEN = ("qwen3moe-modelopt-w4a4", "qwen3moe-modelopt-w4a16", "qwen3moe-ct-w4a4")
+W4A4, W4A16, CT = QWEN
+DEEPSEEK = "deepseekv3-modelopt-w4a4"
+TINY = pathlib.Path(jax_nvfp4_moe.__file__).parent / "examples" / "tiny-python-moe"
+EXPERTS = "model.layers.1.mlp.experts"
+MOE = LoadOptions(only="model.layers.1.mlp")
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([E2M1, -E2M1])
+
+
+class ExpertWeights(NamedTuple):
+    """The experts of one layer, and the scheme that the file declares for them."""
+
+    params: MoEParams | DenseExperts
+    checkpoint_scheme: CheckpointScheme
+
+
+def check(checkpoint, build, options=None):
+    """Check the tensors that `build` asks a table for. Return the bytes that reading would read."""
+    table = WeightTable(checkpoint, options)
+    build(table)
+    return table.check()
+
+
+def load(checkpoint, build, options=None, progress=None):
+    """Read the tensors that `build` asks a table for, and put them on the device."""
+    table = WeightTable(checkpoint, options)
+    asked = build(table)
+    table.check()
+    with table.open_reader(progress) as reader:
+
+        def read(source):
+            value = jax.device_put(read_source(source, reader))
+            if isinstance(value, (MoEParams, DenseExperts)):
+                return ExpertWeights(value, source.checkpoint_scheme)
+            return value
+
+        return jax.tree.map(read, asked, is_leaf=lambda leaf: isinstance(leaf, Source))
+
+
+def read_all(folder):
+    with open_tensors(folder) as tensors:
+        return {name: tensors.read(name).copy() for name in tensors.names()}
+
+
+def edited(tmp_path, name, edit, **config):
+    """Copy a given checkpoint with tensors changed by `edit` and quantization fields replaced."""
+    tensors = read_all(GIVEN / name)
+    edit(tensors)
+    folder = tmp_path / "edited"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write_safetensors(folder / "model.safetensors", tensors)
+    for file in ("config.json", "hf_quant_config.json"):
+        if (GIVEN / name / file).exists():
+            shutil.copy(GIVEN / name / file, folder)
+    for file, key in (
+        ("config.json", "quantization_config"),
+        ("hf_quant_config.json", "quantization"),
+    ):
+        if config and (folder / file).exists():
+            contents = json.loads((folder / file).read_text())
+            contents[key] |= config
+            (folder / file).write_text(json.dumps(contents))
+    return folder
+
+
+def build_model(w):
+    """Ask the table `w` for all weights of the small Qwen3 checkpoints."""
+    linear = {
+        "q_proj": (256, 256),
+        "k_proj": (128, 256),
+        "v_proj": (128, 256),
+        "o_proj": (256, 256),
+    }
+    built = [w.array("model.embed_tokens.weight", (512, 256)), w.linear("lm_head", 512, 256)]
+    built.append(w.array("model.norm.weight", (256,)))
+    for prefix in ("model.layers.0", "model.layers.1"):
+        built += [w.linear(f"{prefix}.self_attn.{name}", *nk) for name, nk in linear.items()]
+        built += [w.array(f"{prefix}.self_attn.{x}_norm.weight", (64,)) for x in "qk"]
+        built += [
+            w.array(f"{prefix}.{name}.weight", (256,))
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        built += build_moe(w, prefix + ".mlp")
+    return built
+
+
+def build_moe(w, prefix="model.layers.1.mlp"):
+    return w.linear(f"{prefix}.gate", 16, 256), w.experts(f"{prefix}.experts", 16, 256, 128)
+
+
+def load_moe(folder, progress=None, **options):
+    options = LoadOptions(only="model.layers.1.mlp", **options)
+    with open_checkpoint(folder) as checkpoint:
+        return load(checkpoint, build_moe, options, progress)[1]
+
+
+def problems_of(folder, build=build_model, options=None, run=check):
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError) as caught:
+        run(checkpoint, build, options)
+    assert str(folder) in str(caught.value)
+    return caught.value.problems
+
+
+def tool_weight(tensors, module, divides):
+    """Return the weight as the tool that wrote the file dequantizes it."""
+    packed = tensors[f"{module}.weight{'_packed' if divides else ''}"]
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    scale = tensors[f"{module}.weight_scale"].astype(np.float32)
+    if divides:
+        scale = scale / tensors[f"{module}.weight_global_scale"]
+    else:
+        scale = scale * tensors[f"{module}.weight_scale_2"]
+    return E2M1[codes] * np.repeat(scale, 16, axis=-1)
+
+
+def remove_experts(tensors):
+    for name in [name for name in tensors if EXPERTS in name]:
+        del tensors[name]
