@@ -10,34 +10,43 @@ Load a checkpoint and generate, or run one expert layer in your own model::
 `explain` prints which kernel runs each layer, and why.
 """
 
+import gc
 import importlib.metadata
 
 # First of all, because it says what Ctrl-C does during the imports below.
 from jax_nvfp4_moe import interrupts as interrupts
 
 # isort: split
-from jax_nvfp4_moe import ops, testing
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.inference.evaluation import evaluate
-from jax_nvfp4_moe.inference.exporting import export_checks, load_exported
-from jax_nvfp4_moe.inference.generation import GenerationStats, generate, stream
-from jax_nvfp4_moe.inference.generative_model import GenerativeModel
-from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
-from jax_nvfp4_moe.models.loading import load_model, load_moe
-from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.experts.routed_experts import NVFP4Experts
-from jax_nvfp4_moe.nn.explanation import explain
-from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
-from jax_nvfp4_moe.nn.saving.saved_folder import restore, save
-from jax_nvfp4_moe.nn.variables import NVFP4Param
-from jax_nvfp4_moe.numerics.activations import find_activation
-from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, quantize, quantize_experts
-from jax_nvfp4_moe.ops.preparation import prepare
-from jax_nvfp4_moe.quantization.casting import cast_model
-from jax_nvfp4_moe.quantization.module_calibration import calibrate
-from jax_nvfp4_moe.quantization.pipeline import quantize_model
-from jax_nvfp4_moe.scheme import Choice, NoBackendError, Problem, Scheme, Target
+# The modules make 35,000 objects that stay. Python's garbage collector would take them for a reason
+# to visit all objects of JAX in between, which takes as long as half of these modules.
+_COLLECTS = gc.isenabled()
+gc.disable()
+try:
+    from jax_nvfp4_moe import ops, testing
+    from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+    from jax_nvfp4_moe.inference.evaluation import evaluate
+    from jax_nvfp4_moe.inference.exporting import export_checks, load_exported
+    from jax_nvfp4_moe.inference.generation import GenerationStats, generate, stream
+    from jax_nvfp4_moe.inference.generative_model import GenerativeModel
+    from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+    from jax_nvfp4_moe.models.loading import load_model, load_moe
+    from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
+    from jax_nvfp4_moe.nn.experts.routed_experts import NVFP4Experts
+    from jax_nvfp4_moe.nn.explanation import explain
+    from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
+    from jax_nvfp4_moe.nn.saving.saved_folder import restore, save
+    from jax_nvfp4_moe.nn.variables import NVFP4Param
+    from jax_nvfp4_moe.numerics.activations import find_activation
+    from jax_nvfp4_moe.numerics.routing import Router
+    from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, quantize, quantize_experts
+    from jax_nvfp4_moe.ops.preparation import prepare
+    from jax_nvfp4_moe.quantization.casting import cast_model
+    from jax_nvfp4_moe.quantization.module_calibration import calibrate
+    from jax_nvfp4_moe.quantization.pipeline import quantize_model
+    from jax_nvfp4_moe.scheme import Choice, NoBackendError, Problem, Scheme, Target
+finally:
+    if _COLLECTS:
+        gc.enable()
 
 try:
     __version__ = importlib.metadata.version("jax-nvfp4-moe")
