@@ -40,6 +40,7 @@ GUIDES = tuple(
         "performance",
         "accuracy",
         "how_it_works",
+        "architecture",
         "build",
         "where_time_goes",
     )

@@ -10,12 +10,14 @@ import collections
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Callable, Mapping
 
 import measure
 
 from jax_nvfp4_moe.checkpoint import config_keys
 from jax_nvfp4_moe.checkpoint.refused_formats import REFUSED_FORMATS
+from jax_nvfp4_moe.models.loading import ARCHITECTURES
 from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
 
 GUIDES = pathlib.Path(__file__).parent / "guides"
@@ -24,6 +26,17 @@ _QUANTIZERS = ("nvidia-modelopt", "llmcompressor")
 _MEASURES = dict.fromkeys(("experts", "blocks", "logits", "decoding"), "{:.1e}")
 _MEASURES |= {"bfloat16": "{:.2f}"}
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def families() -> str:
+    """Return the table of the supported families, as the files of `models` name themselves."""
+    names = collections.defaultdict(list)
+    for name, architecture in ARCHITECTURES.items():
+        file = sys.modules[architecture.read_config.__module__]
+        title = (file.__doc__ or "").splitlines()[0].rstrip(".")
+        names[title].append(f"`{name}`")
+    rows = [f"| {title} | {', '.join(names[title])} |" for title in sorted(names, key=str.lower)]
+    return "\n".join(["| family | `architectures` |", "|---|---|", *rows]) + "\n"
 
 
 def _reasons(heading: str, refused: Mapping[str, str]) -> str:
@@ -81,6 +94,7 @@ def _checkpoint(folder: pathlib.Path, measured: Mapping[str, float]) -> list[str
 
 # The name of a table in a guide -> what writes it.
 TABLES: Mapping[str, Callable[[], str]] = {
+    "families": families,
     "refused_families": refused_families,
     "refused_formats": refused_formats,
     "harmless_keys": harmless_keys,
