@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,19 +166,48 @@ class Fields:
         return ()
 
     def layer_types(
-        self, count: int, allowed: Sequence[str], default: Sequence[str]
+        self,
+        allowed: Iterable[str],
+        default: Sequence[str],
+        name: str = "layer_types",
+        listed: Any = None,
     ) -> tuple[str, ...]:
-        """Return ``layer_types``, which has one of `allowed` for each of `count` layers."""
-        value = self._config.get("layer_types")
-        value = list(default) if value is None else value
+        """Return the list `name`, which has one of `allowed` for each layer.
+
+        Args:
+          allowed: the values that an element may have.
+          default: the result if the list is missing, or if it is not valid, which is a problem.
+          name: the name of the list.
+          listed: the list, where it stands under another name too. None takes it from `name`.
+        """
+        value = self._config.get(name) if listed is None else listed
+        if value is None:
+            return tuple(default)
+        allowed, layers = tuple(allowed), self.size("num_hidden_layers")
         known = isinstance(value, list) and all(item in allowed for item in value)
-        if known and len(value) == count:
+        if known and len(value) == layers:
             return tuple(value)
+        found = f"a list of {len(value)}" if known else quoted(value)
         self.problems.append(
-            f"{CONFIG}: layer_types: expected a list of {count} values from "
-            f"{', '.join(map(quoted, allowed))}; got {quoted(value)}"
+            f"{CONFIG}: {name}: expected a list of {layers} values from {', '.join(allowed)}; "
+            f"got {found}"
         )
         return tuple(default)
+
+    def heads(self, key_heads: int | None = None) -> tuple[int, int]:
+        """Return the numbers of query heads and of key heads, which must divide the first.
+
+        Args:
+          key_heads: the default of ``num_key_value_heads``. None takes one for each query head.
+        """
+        heads = self.size("num_attention_heads")
+        key_heads = self.size("num_key_value_heads", default=key_heads or heads)
+        self.multiple("num_attention_heads", heads, key_heads, "key heads")
+        return heads, key_heads
+
+    def multiple(self, name: str, value: int, unit: int, what: str) -> None:
+        """Add a problem if the value of `name` is not a multiple of `unit`, which counts `what`."""
+        self.relate(value % unit == 0, f"{name}: expected a multiple of {unit} {what}, got {value}")
 
     def count(self, name: str, default: int = 0) -> int:
         """Return the integer `name`, which must not be negative nor exceed `MOST`."""

@@ -45,7 +45,7 @@ def read_lite_config(config: Mapping[str, Any]) -> SparseConfig:
     """Read a parsed ``config.json`` of GLM-4.7-Flash; raises the errors of `read_config`."""
     fields = Fields(config)
     router = read_grouped_router(fields, *EXPERTS, scaling=1.8)
-    return _read(fields, config, router, read_dense_layers(fields, config, 1), 1e-5)
+    return _read(fields, config, router, read_dense_layers(fields, 1), 1e-5)
 
 
 def _read(fields, config, router, dense, eps):

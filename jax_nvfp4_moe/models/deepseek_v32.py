@@ -20,7 +20,6 @@ from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     read_dense_layers,
     read_grouped_router,
-    read_layer_types,
 )
 from jax_nvfp4_moe.nn.attention.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.attention.latent_attention import MLAConfig, build_latent_attention
@@ -92,7 +91,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     router = read_grouped_router(fields, *deepseek_v3.EXPERTS, groups=8, kept=4, scaling=2.5)
     latent = _read_attention(fields, config, heads=64, interleaved=False)
     indexed = Indexed(latent, (FULL,) * fields.size("num_hidden_layers"))
-    dense = read_dense_layers(fields, config, 3)
+    dense = read_dense_layers(fields, 3)
     return deepseek_v3.read_model(fields, indexed, router, dense, 1e-6)
 
 
@@ -102,7 +101,7 @@ def read_glm_config(config: Mapping[str, Any]) -> SparseConfig:
     router = read_grouped_router(fields, *deepseek_v3.EXPERTS, scaling=2.5)
     latent = _read_attention(fields, config, heads=32, interleaved=True)
     indexed = Indexed(latent, _read_types(fields, config))
-    dense = read_dense_layers(fields, config, 3)
+    dense = read_dense_layers(fields, 3)
     return deepseek_v3.read_model(fields, indexed, router, dense, 1e-5)
 
 
@@ -119,8 +118,8 @@ def _read_types(fields, config) -> tuple[str, ...]:
     pattern = config.get("index_topk_pattern")
     if isinstance(pattern, str):
         pattern = [_LETTERS.get(letter, letter) for letter in pattern]
-    given = {"indexer_types": config.get("indexer_types") or pattern}
-    types = read_layer_types(fields, given, "indexer_types", (FULL, SHARED)) or types
+    listed = config.get("indexer_types") or pattern
+    types = fields.layer_types((FULL, SHARED), types, "indexer_types", listed)
     fields.relate(
         types[0] == FULL,
         'indexer_types: expected "full" for the first layer, because no layer before it can choose '

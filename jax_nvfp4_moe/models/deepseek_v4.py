@@ -21,7 +21,6 @@ from jax_nvfp4_moe.models.config import Fields, find_rope_fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
-    read_layer_types,
     read_sparse,
     read_top_k,
     require_experts,
@@ -101,11 +100,11 @@ def read_config(config: Mapping[str, Any]) -> DeepseekV4Config:
         eps=fields.number("hc_eps", 1e-6),
         norm_eps=fields.number("rms_norm_eps", _EPS),
     )
-    kinds = read_layer_types(fields, config, "mlp_layer_types", (_HASH, _ROUTED))
+    kinds = fields.layer_types((_HASH, _ROUTED), (), "mlp_layer_types")
     layers = fields.size("num_hidden_layers")
     first = range(min(fields.count("num_hash_layers", 3), layers))
-    hashed = first if kinds is None else (n for n, kind in enumerate(kinds) if kind == _HASH)
-    hash_layers = frozenset(hashed)
+    hashed = (n for n, kind in enumerate(kinds) if kind == _HASH)
+    hash_layers = frozenset(hashed if kinds else first)
     attention = _read_attention(fields, config)
     read = read_sparse(
         fields,
@@ -214,7 +213,7 @@ def _read_types(fields, config) -> tuple[str, ...]:
         )
         # A layer that predicts further tokens may follow.
         return tuple(_TYPES[ratio] for ratio in ratios[:layers]) if known else tuple(default)
-    return fields.layer_types(layers, (_SLIDING, _SPARSE, _HEAVY), default)
+    return fields.layer_types((_SLIDING, _SPARSE, _HEAVY), default)
 
 
 @register_indexed

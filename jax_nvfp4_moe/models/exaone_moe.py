@@ -16,9 +16,8 @@ from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, mo
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     build_block,
+    read_dense_layers,
     read_grouped_router,
-    read_layer_types,
-    read_leading_dense,
     read_sparse,
 )
 from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
@@ -37,11 +36,6 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
     fields = Fields(config)
-    types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
-    if types is None:
-        dense = read_leading_dense(fields, 1)
-    else:
-        dense = frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
     return read_sparse(
         fields,
         _read_attentions(fields, config),
@@ -49,7 +43,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
         eps=_EPS,
         experts=_EXPERTS,
         intermediate="moe_intermediate_size",
-        dense_layers=dense,
+        dense_layers=read_dense_layers(fields, 1),
         shared_experts=fields.count("num_shared_experts", 1),
     )
 
@@ -66,7 +60,7 @@ def _read_attentions(fields, config):
         default = [_FULL if (layer + 1) % pattern == 0 else _SLIDING for layer in range(layers)]
     else:
         default = [_FULL] * layers
-    types = fields.layer_types(layers, (_SLIDING, _FULL), default)
+    types = fields.layer_types((_SLIDING, _FULL), default)
     fields.relate(
         window is not None or _SLIDING not in types,
         "sliding_window: null, but layer_types has sliding_attention",

@@ -110,7 +110,7 @@ def _read_attentions(fields, config):
     """Return the sizes of the attention of each layer."""
     count = fields.size("num_hidden_layers")
     default = [_SLIDING if (layer + 1) % _PATTERN else _FULL for layer in range(count)]
-    types = fields.layer_types(count, (_SLIDING, _FULL), default)
+    types = fields.layer_types((_SLIDING, _FULL), default)
     types = (*types[:-1], _FULL)  # as transformers does, whatever the file says
     shared, bias = fields.flag("attention_k_eq_v", False), fields.flag("attention_bias", False)
     window = fields.size("sliding_window", default=512)

@@ -111,13 +111,8 @@ def _with_rope(config):
 
 def _read_attention(fields, config, hidden, positions):
     """Return the sizes of an attention without a window."""
-    heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=heads)
+    heads, kv_heads = fields.heads()
     head_dim = fields.size("head_dim", default=max(hidden // heads, 1))
-    fields.relate(
-        heads % kv_heads == 0,
-        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
-    )
     fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
     rope = read_rope(fields, config, head_dim, positions, theta=_THETA)
     whole = 2 * len(rope.frequencies) == head_dim
@@ -130,7 +125,7 @@ def _read_attention(fields, config, hidden, positions):
 def _read_windows(fields, config, layers):
     """Return the window of each layer. Without ``layer_types``, even layers have a window."""
     default = tuple(_FULL if layer % 2 else _SLIDING for layer in range(layers))
-    types = fields.layer_types(layers, (_SLIDING, _FULL), default)
+    types = fields.layer_types((_SLIDING, _FULL), default)
     window = fields.size("sliding_window", default=128)
     named = config.get("sliding_window", window) is not None or _SLIDING not in types
     fields.require(

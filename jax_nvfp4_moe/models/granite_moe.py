@@ -108,14 +108,9 @@ def read_hybrid_config(config: Mapping[str, Any]) -> GraniteConfig:
     """Read a parsed ``config.json`` of a hybrid; raises the errors of `read_config`."""
     fields = Fields(config)
     layers = fields.size("num_hidden_layers")
-    types = config.get("layer_types") or config.get("layers_block_type")
-    types = ["linear_attention"] * layers if types is None else types
-    known = isinstance(types, list) and all(isinstance(t, str) and t in _RECURRENT for t in types)
-    fields.require(
-        known and len(types) == layers,
-        f"layer_types: expected {layers} of {', '.join(_RECURRENT)}; got {quoted(types)}",
-    )
-    recurrent = frozenset(n for n, kind in enumerate(types if known else ()) if _RECURRENT[kind])
+    listed = config.get("layer_types") or config.get("layers_block_type")
+    types = fields.layer_types(_RECURRENT, ["linear_attention"] * layers, listed=listed)
+    recurrent = frozenset(n for n, kind in enumerate(types) if _RECURRENT[kind])
     shared = fields.count("shared_intermediate_size", 1024)
     mamba = _read_mamba(fields, config)
     rotates = fields.only("position_embedding_type", (None, "nope", "rope"), None) == "rope"
@@ -173,7 +168,7 @@ def _read_mamba(fields, config) -> Mamba2Config:
         head_dim = max(inner // heads, 1)
     else:
         head_dim = fields.size("mamba_d_head")
-    fields.relate(heads % groups == 0, f"mamba_n_heads: {heads} do not divide by {groups} groups")
+    fields.multiple("mamba_n_heads", heads, groups, "groups")
     fields.relate(
         heads * head_dim == inner,
         f"mamba_d_head: expected {heads} heads to fill {inner} channels, got {head_dim}",

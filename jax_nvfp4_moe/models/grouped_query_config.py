@@ -30,13 +30,8 @@ def read_grouped_query(
         rotate all of them.
       options: further fields of `GQAConfig`.
     """
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=heads)
+    hidden, (heads, kv_heads) = fields.size("hidden_size"), fields.heads()
     head_dim = fields.size("head_dim", default=head_dim or max(hidden // heads, 1))
-    fields.relate(
-        heads % kv_heads == 0,
-        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
-    )
     fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
     positions = fields.size("max_position_embeddings")
     rope = read_rope(fields, config, head_dim, positions, theta=theta, share=share or 1.0)

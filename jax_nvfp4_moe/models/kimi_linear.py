@@ -89,7 +89,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
             low_rank=True,
             rate_shape=(1, 1, fields.size("linear_num_heads", default=32), 1),
         ),
-        fields.layer_types(layers, (_LINEAR, _FULL), default),
+        fields.layer_types((_LINEAR, _FULL), default),
     )
     router = read_grouped_router(fields, *_EXPERTS, scaling=2.446)
     return _read(fields, config, mixers, router, 1, 1e-5)
@@ -117,7 +117,7 @@ def read_ling_config(config: Mapping[str, Any]) -> SparseConfig:
             low_rank=False,
             lower_bound=bound if fields.flag("kda_safe_gate", True) else None,
         ),
-        fields.layer_types(layers, (_LINEAR, _FULL), default),
+        fields.layer_types((_LINEAR, _FULL), default),
     )
     router = read_grouped_router(fields, *_EXPERTS, groups=8, kept=4, scaling=2.5)
     return _read(fields, config, mixers, router, 2, 1e-6)
@@ -153,7 +153,7 @@ def _read(fields, config, mixers, router, leading, eps):
         eps=eps,
         experts=_EXPERTS,
         intermediate="moe_intermediate_size",
-        dense_layers=read_dense_layers(fields, config, leading),
+        dense_layers=read_dense_layers(fields, leading),
         shared_experts=fields.count("n_shared_experts", 1),
     )
 

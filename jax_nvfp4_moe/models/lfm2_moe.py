@@ -92,7 +92,7 @@ def _read_mixers(fields, config) -> Mixers:
             fields.size("conv_L_cache", default=3),
             fields.flag("conv_bias", False),
         ),
-        fields.layer_types(layers, (_CONVOLUTION, _ATTENTION), default),
+        fields.layer_types((_CONVOLUTION, _ATTENTION), default),
         fields.flag("use_expert_bias", True),
     )
 

@@ -90,18 +90,13 @@ def read_config(config: Mapping[str, Any]) -> Llama4Config:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
     fields = Fields(config)
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=heads)
+    hidden, (heads, kv_heads) = fields.size("hidden_size"), fields.heads()
     head_dim = fields.size("head_dim", default=max(hidden // heads, 1))
     layers = fields.size("num_hidden_layers")
     positions = fields.size("max_position_embeddings", default=131072)
     experts = fields.size("num_local_experts", "num_experts")
     top_k = fields.size("num_experts_per_tok", default=1)
     fields.only("hidden_act", ("silu",), "silu")
-    fields.relate(
-        heads % kv_heads == 0,
-        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
-    )
     fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
     fields.relate(
         top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
@@ -155,7 +150,7 @@ def _read_rotated(fields, layers):
 def _read_chunks(fields, config, rotated):
     """Return the chunk of each layer. Without ``layer_types``, rotated layers have a chunk."""
     default = tuple(_CHUNKED if rotates else _FULL for rotates in rotated)
-    types = fields.layer_types(len(rotated), (_CHUNKED, _FULL), default)
+    types = fields.layer_types((_CHUNKED, _FULL), default)
     chunk = fields.size("attention_chunk_size", default=8192)
     named = config.get("attention_chunk_size", chunk) is not None or _CHUNKED not in types
     fields.require(

@@ -17,7 +17,7 @@ from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
-    read_layer_types,
+    find_dense_layers,
     read_sparse,
     read_top_k,
     require_experts,
@@ -71,8 +71,7 @@ def read_config(config: Mapping[str, Any]) -> MiniMaxM3Config:
     fields.require(limit > 0, f"swiglu_limit: expected a positive number, got {limit}")
     scaling = fields.number("routed_scaling_factor", 2.0)
     router = Router(read_top_k(fields, *_EXPERTS), score="sigmoid", scaling=scaling)
-    types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse")) or ()
-    dense = frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
+    dense = find_dense_layers(fields) or frozenset()
     attentions = _read_attentions(fields, config)
     width = fields.size("dense_intermediate_size") if dense else 1
     read = read_sparse(
@@ -109,7 +108,7 @@ def _with_flat_fields(config):
 def _read_attentions(fields, config):
     """Return the sizes of the attention of each layer."""
     count = fields.size("num_hidden_layers")
-    types = fields.layer_types(count, (_SPARSE, _FULL), [_FULL] * count)
+    types = fields.layer_types((_SPARSE, _FULL), [_FULL] * count)
     head_dim = fields.size("head_dim", default=_HEAD_DIM)
     # As in MiniMax-M2, a factor takes precedence over the number of channels.
     share = min(fields.size("rotary_dim", default=head_dim) / head_dim, 1.0)

@@ -172,12 +172,7 @@ def _read_pattern(fields, config) -> str:
 
 def _read_attention(fields, hidden, eps) -> GQAConfig:
     """Return the sizes of the attention."""
-    heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=heads)
-    fields.relate(
-        heads % kv_heads == 0,
-        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
-    )
+    heads, kv_heads = fields.heads()
     # transformers ignores the window, and NVIDIA's code applies it. Which of the two results is
     # right for a file cannot be known.
     fields.require(not fields.present("sliding_window"), "sliding_window is not supported")
@@ -196,10 +191,7 @@ def _read_mamba(fields, config, hidden, eps) -> Mamba2Config:
     bias = "mamba_conv_bias" if fields.present("mamba_conv_bias") else "use_conv_bias"
     heads = fields.size("mamba_num_heads", default=128)
     groups = fields.size("mamba_n_groups", "n_groups", default=8)
-    fields.relate(
-        heads % groups == 0,
-        f"mamba_num_heads: expected a multiple of {groups} groups, got {heads}",
-    )
+    fields.multiple("mamba_num_heads", heads, groups, "groups")
     return Mamba2Config(
         hidden=hidden,
         heads=heads,

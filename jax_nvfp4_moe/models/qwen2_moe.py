@@ -55,7 +55,7 @@ def _read_windows(fields, layers):
         return (None,) * layers
     first = fields.count("max_window_layers", 28)
     default = [_FULL if layer % 2 or layer >= first else _SLIDING for layer in range(layers)]
-    types = fields.layer_types(layers, (_SLIDING, _FULL), default)
+    types = fields.layer_types((_SLIDING, _FULL), default)
     window = fields.size("sliding_window", default=4096)
     return tuple(window if kind == _SLIDING else None for kind in types)
 

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, delta_keys, gated_mlp_keys, gqa_keys, moe_keys
@@ -121,7 +120,7 @@ def read_sizes(
         num_layers=layers,
         max_positions=fields.positions(positions),
         eps=eps,
-        attention_layers=_read_attention_layers(fields, config, layers),
+        attention_layers=_read_attention_layers(fields, layers),
         attention=_read_attention(fields, config, hidden, positions, eps),
         delta=_read_delta(fields, hidden, eps),
         dense_intermediate=fields.size("intermediate_size", default=1) if dense_layers else 1,
@@ -136,34 +135,19 @@ def read_sizes(
     return read
 
 
-def _read_attention_layers(fields, config, layers):
+def _read_attention_layers(fields, layers):
     """Return the layers with an attention, from ``layer_types`` or ``full_attention_interval``."""
-    types = config.get("layer_types")
-    if types is None:
+    if not fields.present("layer_types"):
         interval = fields.size("full_attention_interval", default=4)
         return frozenset(range(interval - 1, layers, interval))
-    known = isinstance(types, list) and all(
-        isinstance(kind, str) and kind in _ATTENDS for kind in types
-    )
-    if known and len(types) == layers:
-        return frozenset(layer for layer, kind in enumerate(types) if _ATTENDS[kind])
-    found = f"a list of {len(types)}" if known else quoted(types)
-    fields.require(
-        False,
-        f"layer_types: expected a list of {layers} values from {', '.join(_ATTENDS)}; got {found}",
-    )
-    return frozenset()
+    types = fields.layer_types(_ATTENDS, ())
+    return frozenset(layer for layer, kind in enumerate(types) if _ATTENDS[kind])
 
 
 def _read_attention(fields, config, hidden, positions, eps):
     """Return the sizes of the attention."""
-    heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=2)
+    heads, kv_heads = fields.heads(2)
     head_dim = fields.size("head_dim", default=256)
-    fields.relate(
-        heads % kv_heads == 0,
-        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
-    )
     bias = fields.flag("attention_bias", False)
     return GQAConfig(
         hidden,
@@ -184,10 +168,7 @@ def _read_delta(fields, hidden, eps):
     """Return the sizes of the gated delta net."""
     key_heads = fields.size("linear_num_key_heads", default=16)
     value_heads = fields.size("linear_num_value_heads", default=32)
-    fields.relate(
-        value_heads % key_heads == 0,
-        f"linear_num_value_heads: expected a multiple of {key_heads} key heads, got {value_heads}",
-    )
+    fields.multiple("linear_num_value_heads", value_heads, key_heads, "key heads")
     return DeltaSizes(
         hidden=hidden,
         key_heads=key_heads,

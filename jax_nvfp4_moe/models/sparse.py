@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP, build_gated_mlp
@@ -185,42 +184,20 @@ def read_first_layers(fields: Fields, name: str, default: int) -> frozenset[int]
     return frozenset(range(min(fields.count(name, default), layers)))
 
 
-def read_dense_layers(fields: Fields, config: Mapping[str, Any], default: int) -> frozenset[int]:
+def read_dense_layers(fields: Fields, default: int) -> frozenset[int]:
     """Return the indices of the layers without experts.
 
     They are the layers that are "dense" in the list ``mlp_layer_types``, if the config has one, and
-    the first ``first_k_dense_replace`` layers otherwise.
-
-    Args:
-      fields: the fields of ``config.json``.
-      config: the parsed ``config.json``.
-      default: the default of ``first_k_dense_replace``.
+    the first ``first_k_dense_replace`` layers otherwise, `default` of them if it is missing.
     """
-    types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
-    if types is None:
-        return read_leading_dense(fields, default)
-    return frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
+    dense = find_dense_layers(fields)
+    return read_leading_dense(fields, default) if dense is None else dense
 
 
-def read_layer_types(
-    fields: Fields, config: Mapping[str, Any], name: str, allowed: Sequence[str]
-) -> tuple[str, ...] | None:
-    """Return the list `name` of the config, which has one of `allowed` for each layer.
-
-    Returns:
-      None if there is no such list, or if it is not valid, which is a problem.
-    """
-    types = config.get(name)
-    if types is None:
-        return None
-    layers = fields.size("num_hidden_layers")
-    sound = isinstance(types, list) and len(types) == layers and all(t in allowed for t in types)
-    fields.require(
-        sound,
-        f"{name}: expected a list of {layers} values from {', '.join(allowed)}; "
-        f"got {quoted(types)}",
-    )
-    return tuple(types) if sound else None
+def find_dense_layers(fields: Fields) -> frozenset[int] | None:
+    """Return the layers that are "dense" in ``mlp_layer_types``; None without a valid list."""
+    types = fields.layer_types(("dense", "sparse"), (), "mlp_layer_types")
+    return frozenset(n for n, kind in enumerate(types) if kind == "dense") if types else None
 
 
 def require_experts(config: Any, layer: int) -> None:

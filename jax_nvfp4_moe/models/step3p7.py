@@ -27,7 +27,7 @@ from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, mo
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     build_block,
-    read_layer_types,
+    find_dense_layers,
     read_sparse,
     read_top_k,
     require_experts,
@@ -136,9 +136,9 @@ def _read_limits(fields, config, name, count):
 
 def _read_dense_layers(fields, config, count):
     """Return the layers without experts, from ``mlp_layer_types`` or ``moe_layers_enum``."""
-    types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
-    if types is not None:
-        return frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
+    dense = find_dense_layers(fields)
+    if dense is not None:
+        return dense
     given = config.get("moe_layers_enum")
     if given is None:
         return frozenset(range(min(_DENSE, count)))
@@ -152,7 +152,7 @@ def _read_dense_layers(fields, config, count):
 
 def _read_attentions(fields, config, count):
     """Return the sizes of the attention of each layer."""
-    types = fields.layer_types(count, (_SLIDING, _FULL), [_FULL] * count)
+    types = fields.layer_types((_SLIDING, _FULL), [_FULL] * count)
     window, bias = read_window(fields), fields.flag("attention_bias", False)
     fields.relate(
         window is not None or _SLIDING not in types,

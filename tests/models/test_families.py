@@ -460,7 +460,11 @@ def test_layers_are_as_transformers_derives_them():
         ("glm_moe_dsa", {"indexer_types": ["shared"] * 3}, 'expected "full" for the first layer'),
         ("glm_moe_dsa", {"indexer_types": ["full"]}, "indexer_types: expected a list of 3 values"),
         ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling: expected not zero, got 0.0"),
-        ("granitemoehybrid", {"layer_types": ["conv", "conv"]}, "layer_types: expected 2 of"),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["conv", "conv"]},
+            "layer_types: expected a list of 2 values from",
+        ),
         ("granitemoehybrid", {"mamba_d_head": 8}, "mamba_d_head: expected 8 heads to fill 128"),
         ("granitemoehybrid", {"time_step_limit": [2.0, 1.0]}, "time_step_limit: expected two"),
         ("hunyuan_v1_moe", {"moe_topk": [2, 1]}, "moe_topk: layers that differ"),
