@@ -17,16 +17,16 @@
 // the chain's last result. The last result is memory for values that only the chain itself reads,
 // and the index is then an offset in bytes. Element types are those of XLA_FFI_DataType.
 //
-// A chain may have branches: successive calls that run beside the calls ahead of them, the window.
-// Flags (CallFlag) mark the first call of the window, the calls of the branch, and the call after
-// the branch. Calls of the branch and of the window share no memory that one of them writes. A
-// platform that runs calls beside each other implements ChainBranches. On other platforms, these
+// A chain may fork: successive calls, the fork, run in parallel with the calls ahead of them, the
+// scope of the fork. Flags (CallFlag) mark the first call of the scope, the calls of the fork, and
+// the call after the fork. Calls of the fork and of its scope share no memory that one of them
+// writes. A platform that runs calls in parallel implements ChainForks. On other platforms, these
 // flags have no effect, and calls run in order.
 //
-// A call may leave its work, or the rest of it, to the next one, whose kernel then does both. For
-// example, each block of a linear layer computes the norm of its input, and a norm computes the sum
-// over experts that it adds. The call has kDeferFlag, and the handlers of the two calls pass the
-// work on in RunningChain::work.
+// A call may be fused into the next one: it leaves its work, or the rest of it, to the next call,
+// whose kernel then does both. For example, each block of a linear layer computes the norm of its
+// input, and a norm computes the sum over experts that it adds. The call has kFuseFlag, and the
+// handlers of the two calls pass the work on in RunningChain::work.
 #pragma once
 
 #include <algorithm>
@@ -64,11 +64,11 @@ struct RunningChain {
   // only after they have waited. Otherwise nothing is known, and this is empty.
   std::vector<ByteRange> preceding;
   bool starts_next = false;   // whether a kernel of this call lets the next one start before
-  bool defers = false;        // whether this call leaves its work to the next one
+  bool fuses = false;         // whether this call is fused into the next one
   std::any work;              // what a call has left to the next one
   bool has_launched = false;  // whether a call that has left work has launched kernels
 
-  // Whether the kernel before this call belongs to the chain. A call that begins a branch at the
+  // Whether the kernel before this call belongs to the chain. A call that begins a fork at the
   // start of the chain has no such kernel. But its first kernel starts when all others have ended,
   // so that what follows from a preceding kernel holds as well.
   bool Follows() const { return frame != nullptr && !is_first; }
@@ -96,7 +96,7 @@ struct RunningChain {
   // Whether an operand of this call was written before the preceding kernel started: that kernel
   // belongs to the chain, the operand is one of the chain, and no call before this one writes it. A
   // kernel may read it before it waits.
-  bool IsOlder(const ByteRange& operand) const {
+  bool IsUnchanged(const ByteRange& operand) const {
     const auto has = [&](void* const* buffers, int64_t count) {
       return std::any_of(buffers, buffers + count, [&](const void* buffer) {
         return static_cast<const XLA_FFI_Buffer*>(buffer)->data == operand.begin;
@@ -110,7 +110,7 @@ struct RunningChain {
   // Whether an operand of this call was written before the preceding kernel started, because the
   // preceding call has written `result`, and not the operand. Both have at least one byte. All
   // kernels ahead of that call have then ended when a kernel of this one starts.
-  bool IsOlderThan(const ByteRange& result, const ByteRange& operand) const {
+  bool IsUnchangedByWriterOf(const ByteRange& result, const ByteRange& operand) const {
     return Overlap(preceding, result) && !Overlap(preceding, operand);
   }
 
@@ -123,26 +123,26 @@ struct RunningChain {
 };
 inline thread_local RunningChain running_chain;
 
-// What a call has to do with branches, and with the next call.
+// What a call has to do with forks, and with the next call.
 enum CallFlag : int64_t {
-  kForkFlag = 1,    // a branch may start when all calls before this one have ended
-  kBranchFlag = 2,  // this call belongs to the branch
-  kJoinFlag = 4,    // this call waits until the branch has ended
-  kDeferFlag = 8,   // this call may leave its work to the next one, which has no other flags
+  kForkFlag = 1,    // a fork may start when all calls before this one have ended
+  kForkedFlag = 2,  // this call belongs to the fork
+  kJoinFlag = 4,    // this call waits until the fork has ended
+  kFuseFlag = 8,    // this call may be fused into the next one, which has no other flags
 };
 
-// How a platform runs branches. For each branch, CallChain calls Fork, Begin and Join, in this
+// How a platform runs forks. For each fork, CallChain calls Fork, Begin and Join, in this
 // order. Each of them returns null, or an error.
-class ChainBranches {
+class ChainForks {
  public:
-  virtual XLA_FFI_Error* Fork() = 0;   // before the first call of the window
-  virtual XLA_FFI_Error* Begin() = 0;  // before the first call of the branch
-  virtual XLA_FFI_Error* Join() = 0;   // before the call that waits for the branch
-  // What the calls of a branch get instead of the API of the chain.
+  virtual XLA_FFI_Error* Fork() = 0;   // before the first call of the scope
+  virtual XLA_FFI_Error* Begin() = 0;  // before the first call of the fork
+  virtual XLA_FFI_Error* Join() = 0;   // before the call that waits for the fork
+  // What the calls of a fork get instead of the API of the chain.
   virtual const XLA_FFI_Api* api() const = 0;
 
  protected:
-  ~ChainBranches() = default;
+  ~ChainForks() = default;
 };
 
 // Creates an error with the name of the chain.
@@ -161,18 +161,17 @@ enum class BufferPlace : int64_t { kOperand = 0, kResult = 1, kScratch = 2 };
 // One run of a chain. Methods that return a pointer to an error return null if there is none.
 class CallChain {
  public:
-  // Without `branches`, all calls run in order.
-  CallChain(XLA_FFI_CallFrame* frame, const std::vector<NamedHandler>& handlers,
-            ChainBranches* branches)
-      : frame_(*frame), handlers_(handlers), branches_(branches) {}
+  // Without `forks`, all calls run in order.
+  CallChain(XLA_FFI_CallFrame* frame, const std::vector<NamedHandler>& handlers, ChainForks* forks)
+      : frame_(*frame), handlers_(handlers), forks_(forks) {}
 
   XLA_FFI_Error* Run() {
     XLA_FFI_Error* error = RunCalls();
-    if (place_ != Place::kBranch) return error;
-    // A branch that is not joined would leave a CUDA graph incomplete, and work that nothing waits
+    if (place_ != Place::kForked) return error;
+    // A fork that is not joined would leave a CUDA graph incomplete, and work that nothing waits
     // for. The first error says more than one of the join.
-    XLA_FFI_Error* other = branches_->Join();
-    if (error == nullptr && other == nullptr) return Invalid("no call waits for the last branch");
+    XLA_FFI_Error* other = forks_->Join();
+    if (error == nullptr && other == nullptr) return Invalid("no call waits for the last fork");
     if (error == nullptr) return other;
     Destroy(other);
     return error;
@@ -189,7 +188,7 @@ class CallChain {
   };
 
   // Where the calls that have run end.
-  enum class Place { kOutside, kWindow, kBranch };
+  enum class Place { kOutside, kScope, kForked };
 
   XLA_FFI_Error* RunCalls() {
     const XLA_FFI_Attrs& attrs = frame_.attrs;
@@ -210,7 +209,7 @@ class CallChain {
       XLA_FFI_Error* error = RunCall({target->ptr, target->len}, *own, *buffers);
       const RunningChain ran = std::exchange(running_chain, {});
       if (error != nullptr) return error;
-      if (ran.work.has_value() && !ran.defers) {
+      if (ran.work.has_value() && !ran.fuses) {
         return Invalid(std::string(target->ptr, target->len) +
                        " does not do the work that is left to it");
       }
@@ -231,24 +230,24 @@ class CallChain {
   // Does what the flags of the next call ask for.
   XLA_FFI_Error* Advance(int64_t flags) {
     const bool ends = (flags & kJoinFlag) != 0, forks = (flags & kForkFlag) != 0;
-    const bool inside = (flags & kBranchFlag) != 0;
-    const bool was_inside = place_ == Place::kBranch;
+    const bool inside = (flags & kForkedFlag) != 0;
+    const bool was_inside = place_ == Place::kForked;
     if (ends) {
-      if (!was_inside || inside) return Invalid("a call waits for a branch that does not end");
+      if (!was_inside || inside) return Invalid("a call waits for a fork that does not end");
       place_ = Place::kOutside;
-      if (XLA_FFI_Error* error = branches_->Join()) return error;
+      if (XLA_FFI_Error* error = forks_->Join()) return error;
     }
     if (forks) {
-      if (place_ != Place::kOutside || inside) return Invalid("a fork inside of a branch");
-      if (XLA_FFI_Error* error = branches_->Fork()) return error;
-      place_ = Place::kWindow;
+      if (place_ != Place::kOutside || inside) return Invalid("a fork inside of a fork");
+      if (XLA_FFI_Error* error = forks_->Fork()) return error;
+      place_ = Place::kScope;
     }
-    if (inside && place_ == Place::kWindow) {
-      if (XLA_FFI_Error* error = branches_->Begin()) return error;
-      place_ = Place::kBranch;
+    if (inside && place_ == Place::kScope) {
+      if (XLA_FFI_Error* error = forks_->Begin()) return error;
+      place_ = Place::kForked;
     }
-    if (inside == (place_ == Place::kBranch)) return nullptr;
-    return Invalid("a branch without a fork, or without a call that waits for it");
+    if (inside == (place_ == Place::kForked)) return nullptr;
+    return Invalid("a forked call without a fork, or without a call that waits for it");
   }
 
   XLA_FFI_Error* RunCall(std::string_view target, const XLA_FFI_Attrs& attrs,
@@ -275,20 +274,20 @@ class CallChain {
     }
     std::vector<XLA_FFI_ArgType> operand_types(num_operands, XLA_FFI_ArgType_BUFFER);
     std::vector<XLA_FFI_RetType> result_types(num_results, XLA_FFI_RetType_BUFFER);
-    if (branches_ != nullptr) {
+    if (forks_ != nullptr) {
       const Place before = place_;
       if (XLA_FFI_Error* error = Advance(flags)) return error;
       if (place_ != before || (flags & (kForkFlag | kJoinFlag)) != 0) {
         running_chain.preceding.clear();  // it may have run on another stream
       }
     }
-    running_chain.defers = (flags & kDeferFlag) != 0;
+    running_chain.fuses = (flags & kFuseFlag) != 0;
     for (int64_t i = num_operands; i < num_operands + num_results; ++i) {
       const auto* data = static_cast<const char*>(buffers[i].data);
       written_.push_back({data, data + BytesOf(buffers[i])});
     }
     XLA_FFI_CallFrame call = frame_;
-    if (place_ == Place::kBranch) call.api = branches_->api();
+    if (place_ == Place::kForked) call.api = forks_->api();
     call.future = nullptr;
     call.attrs = attrs;
     call.args.size = num_operands;
@@ -360,7 +359,7 @@ class CallChain {
 
   const XLA_FFI_CallFrame& frame_;
   const std::vector<NamedHandler>& handlers_;
-  ChainBranches* const branches_;
+  ChainForks* const forks_;
   Place place_ = Place::kOutside;
   std::vector<ByteRange> earlier_;  // written by all calls before these
   std::vector<ByteRange> written_;  // by the last call, and by those that left all work to it
@@ -371,12 +370,12 @@ class CallChain {
 // of them.
 inline XLA_FFI_Error* RunCallChain(XLA_FFI_CallFrame* frame,
                                    const std::vector<NamedHandler>& handlers,
-                                   ChainBranches* branches = nullptr) {
+                                   ChainForks* forks = nullptr) {
   const auto* extension = frame->extension_start;  // the name of the type depends on the version
   if (extension != nullptr && extension->type == XLA_FFI_Extension_Metadata) {
     return handlers.front().handler(frame);
   }
-  return CallChain(frame, handlers, branches).Run();
+  return CallChain(frame, handlers, forks).Run();
 }
 
 }  // namespace nvfp4

@@ -11,8 +11,8 @@
 #include "call_chain.h"
 #include "checks.h"
 #include "cuda/launch.h"
+#include "cuda_bindings.h"
 #include "cuda_checks.h"
-#include "cuda_mixer_bindings.h"
 #include "heads_checks.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
@@ -90,7 +90,7 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
       CheckAttention(q, k, v, positions, sinks, *y, q.element_type(), &call.shape, &call.type));
   NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
-  call.positions_are_older = running_chain.IsOlder(RangeOf(positions));
+  call.positions_are_unchanged = running_chain.IsUnchanged(RangeOf(positions));
   AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  v.untyped_data(),
                               Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
                               workspace->untyped_data()};
@@ -113,7 +113,7 @@ ffi::Error AttentionFp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
   NVFP4_RETURN_IF_ERROR(CheckHeadScales(k_scale, v_scale, call.shape.m, kAlignment));
   NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
-  call.positions_are_older = running_chain.IsOlder(RangeOf(positions));
+  call.positions_are_unchanged = running_chain.IsUnchanged(RangeOf(positions));
   const AttentionBuffers buffers = {
       q.untyped_data(),          k.untyped_data(),     v.untyped_data(),
       Data<int32_t>(positions),  DataOrNull(sinks),    y->untyped_data(),
@@ -366,12 +366,12 @@ HeadsBuffers BuffersOf(const HeadsOperands& o) {
           o.new_keys.untyped_data(),    o.new_values.untyped_data()};
 }
 
-// Whether all operands but the qkv are older than the preceding kernel.
-bool AreOlder(const HeadsOperands& o) {
+// Whether all operands but the qkv are unchanged since the previous kernel.
+bool AreUnchanged(const HeadsOperands& o) {
   const ffi::AnyBuffer others[] = {o.positions, o.keys,     o.values,
                                    o.q_weight,  o.k_weight, o.frequencies};
   return std::all_of(std::begin(others), std::end(others), [](const ffi::AnyBuffer& operand) {
-    return operand.element_count() == 0 || running_chain.IsOlder(RangeOf(operand));
+    return operand.element_count() == 0 || running_chain.IsUnchanged(RangeOf(operand));
   });
 }
 
@@ -386,9 +386,9 @@ ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer 
                                   k_weight, frequencies, *q,   *new_keys, *new_values};
   NVFP4_RETURN_IF_ERROR(ReadHeads(operands, qkv.element_type(), &call));
   NVFP4_RETURN_IF_ERROR(PutCacheInPlace(stream, operands));
-  if (running_chain.defers) {
+  if (running_chain.fuses) {
     call.starts_next = running_chain.Follows();  // as in AddRmsNorm of cuda_mixer_bindings.cc
-    running_chain.work = InputHeads{call, BuffersOf(operands), AreOlder(operands)};
+    running_chain.work = InputHeads{call, BuffersOf(operands), AreUnchanged(operands)};
     return ffi::Error::Success();
   }
   call.starts_next = running_chain.StartsNext();

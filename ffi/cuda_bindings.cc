@@ -1,13 +1,12 @@
-// The module _nvfp4_cuda: the CUDA kernels as XLA FFI targets. A handler decodes its operands and
-// attributes, checks them, and launches kernels.
+// The FFI targets of the CUDA kernels, and the handlers of experts, quantizers and routers. A
+// handler decodes its operands and attributes, checks them, and launches kernels.
 //
 // The targets for sm_80 and sm_90a run their engines. Calls that an engine does not support run on
 // the plain kernels, which are built for every architecture. The targets for compute capability
 // 10.x and 12.x run nothing but their own engines. Those for 10.x exist only if the build had the
 // headers of CUTLASS, or emulates their GEMM. cuda_mixer_bindings.cc has the handlers of the
 // kernels around the experts.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
+#include "cuda_bindings.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -19,13 +18,10 @@
 #include "call_chain.h"
 #include "checks.h"
 #include "cuda/launch.h"
-#include "cuda_branches.h"
 #include "cuda_checks.h"
-#include "cuda_mixer_bindings.h"
+#include "cuda_forks.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
-
-namespace nb = nanobind;
 
 namespace nvfp4 {
 namespace {
@@ -109,9 +105,9 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
-  const bool x_is_older = running_chain.IsOlderThan(RangeOf(expert_ids), RangeOf(x));
+  const bool x_is_unchanged = running_chain.IsUnchangedByWriterOf(RangeOf(expert_ids), RangeOf(x));
   const MoECall call = {shape,           options.type, options.activation, options.activation_scale,
-                        weight_on_input, kEngine,      x_is_older};
+                        weight_on_input, kEngine,      x_is_unchanged};
   MoEBuffers buffers = {
       x.untyped_data(),
       WeightsOf(gate_up_packed, gate_up_block_scale, gate_up_global_scale, gate_up_input_scale,
@@ -140,7 +136,7 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
                                                         ? MoEW4A16WorkspaceBytes(shape)
                                                         : MoEWorkspaceBytes(shape, options.type)));
   InputCombine combine = {};
-  if (running_chain.defers) buffers.combine = &combine;
+  if (running_chain.fuses) buffers.combine = &combine;
   NVFP4_RETURN_IF_ERROR(
       FromCuda(on_engine ? LaunchMoEW4A16(stream, call, buffers) : LaunchMoE(stream, call, buffers),
                "nvfp4_moe"));
@@ -164,11 +160,12 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.shape.k, kMaxExtent));
   const GroupedGemmShape& shape = call.shape;
   call.engine = kEngine;
-  const auto is_older = [](const ffi::AnyBuffer& operand) {
-    return operand.size_bytes() == 0 || running_chain.IsOlder(RangeOf(operand));
+  const auto is_unchanged = [](const ffi::AnyBuffer& operand) {
+    return operand.size_bytes() == 0 || running_chain.IsUnchanged(RangeOf(operand));
   };
-  call.weight_is_older = is_older(packed) && is_older(block_scale) && is_older(global_scale) &&
-                         is_older(bias) && running_chain.Follows();
+  call.weight_is_unchanged = is_unchanged(packed) && is_unchanged(block_scale) &&
+                             is_unchanged(global_scale) && is_unchanged(bias) &&
+                             running_chain.Follows();
   call.starts_next = shape.m == 1 && running_chain.StartsNext();
   GroupedGemmBuffers buffers = {
       x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
@@ -381,8 +378,9 @@ XLA_FFI_DEFINE_HANDLER(kRoute, Route,
                            .Attr<float>("scaling"),
                        {ffi::Traits::kCmdBufferCompatible});
 
-// All targets, with their names.
-const std::vector<NamedHandler>& Handlers() {
+}  // namespace
+
+const std::vector<NamedHandler>& CudaHandlers() {
   static const std::vector<NamedHandler> handlers = [] {
     std::vector<NamedHandler> all = {
         {"nvfp4_moe_w4a16_sm80", kMoESm80},
@@ -406,108 +404,8 @@ const std::vector<NamedHandler>& Handlers() {
   return handlers;
 }
 
-XLA_FFI_Error* RunChain(XLA_FFI_CallFrame* frame) { return RunCudaChain(frame, Handlers()); }
-
-nb::capsule Capsule(XLA_FFI_Handler* handler) {
-  return nb::capsule(reinterpret_cast<void*>(handler));
+XLA_FFI_Error* RunCudaChain(XLA_FFI_CallFrame* frame) {
+  return RunForkedChain(frame, CudaHandlers());
 }
 
-nb::dict Registrations() {
-  nb::dict targets;
-  for (const NamedHandler& target : Handlers()) {
-    targets[std::string(target.name).c_str()] = Capsule(target.handler);
-  }
-  targets["nvfp4_call_chain_cuda"] = Capsule(RunChain);
-  return targets;
-}
-
-struct LayerWorkspace {
-  const char* name;
-  int64_t (*bytes)(const MoEShape& shape);
-};
-
-constexpr LayerWorkspace kLayerWorkspaces[] = {
-    {"moe_workspace_bytes",
-     [](const MoEShape& shape) { return MoEWorkspaceBytes(shape, DataType::kBF16); }},
-    {"moe_f32_workspace_bytes",
-     [](const MoEShape& shape) { return MoEWorkspaceBytes(shape, DataType::kF32); }},
-    {"moe_w4a16_workspace_bytes", MoEW4A16WorkspaceBytes},
-    {"moe_w4a4_workspace_bytes", MoEW4A4WorkspaceBytes},
-    {"moe_w4a4_sm100_workspace_bytes", MoEW4A4Sm100WorkspaceBytes},
-};
-
-struct GroupedWorkspace {
-  const char* name;
-  int64_t (*bytes)(const GroupedGemmShape& shape);
-};
-
-constexpr GroupedWorkspace kGroupedWorkspaces[] = {
-    {"grouped_gemm_workspace_bytes", GroupedGemmWorkspaceBytes},
-    {"grouped_gemm_w4a16_workspace_bytes", GroupedGemmW4A16WorkspaceBytes},
-    {"grouped_gemm_w4a4_workspace_bytes", GroupedGemmW4A4WorkspaceBytes},
-    {"grouped_gemm_w4a4_sm100_workspace_bytes", GroupedGemmW4A4Sm100WorkspaceBytes},
-};
-
-}  // namespace
 }  // namespace nvfp4
-
-NB_MODULE(_nvfp4_cuda, m) {
-  m.def("registrations", &nvfp4::Registrations, "Return {FFI target name: capsule}.");
-  m.def(
-      "ffi_api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
-      "Return the (major, minor) of the XLA FFI headers that this module was built with.");
-  m.def(
-      "architectures", [] { return NVFP4_ARCHITECTURES; },
-      "Return CMake's names of the architectures of the kernels, separated by spaces.");
-  m.def(
-      "nvcc_version", [] { return NVFP4_NVCC; },
-      "Return the version of the nvcc that compiled the kernels.");
-  m.def(
-      "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
-      "Return whether GPUs of compute capability 9.0 can run the targets for 10.x and 12.x, by "
-      "emulation.");
-  // The following functions are for tests, which compare them with backends/cuda.py.
-  m.def(
-      "needed_shared_bytes",
-      [] {
-        nb::dict bytes;
-        bytes["moe_w4a16_sm80"] = nvfp4::MaxSharedBytesSm80();
-        bytes["moe_w4a16_sm90"] = nvfp4::MaxSharedBytesSm90();
-        bytes["moe_w4a4_sm120"] = nvfp4::MaxSharedBytesSm120();
-        bytes["latent_attention_cuda"] = nvfp4::LatentAttentionSharedBytes();
-        return bytes;
-      },
-      "Return {backend record: bytes of shared memory that a block must have to run its kernels}.");
-  m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
-        "Return the bytes of shared memory that a block of GEMM 1 for few slots needs.");
-  m.def("combined_few_shared_bytes", &nvfp4::CombinedFewSharedBytes,
-        "Return the bytes of shared memory that a block of GEMM 2 for few slots needs.");
-  m.def(
-      "attention_workspace_bytes",
-      [](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s, int64_t dv) {
-        return nvfp4::AttentionWorkspaceBytes({b, t, n, m, s, dv, dv});
-      },
-      "Return the bytes of workspace that the handler of attention expects.");
-  m.def(
-      "latent_attention_workspace_bytes",
-      [](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s, int64_t dv) {
-        return nvfp4::LatentAttentionWorkspaceBytes({b, t, n, m, s, dv, dv});
-      },
-      "Return the bytes of workspace that the handler of latent attention expects.");
-  for (const nvfp4::LayerWorkspace& record : nvfp4::kLayerWorkspaces) {
-    m.def(
-        record.name,
-        [bytes = record.bytes](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
-          return bytes({t, top_k, e, h, i, 2 * i});
-        },
-        "Return the bytes of workspace that the handler of an expert layer expects.");
-  }
-  for (const nvfp4::GroupedWorkspace& record : nvfp4::kGroupedWorkspaces) {
-    m.def(
-        record.name,
-        [bytes = record.bytes](int64_t rows, int64_t e, int64_t n, int64_t k) {
-          return bytes({rows, n, n, k, e, 1});
-        },
-        "Return the bytes of workspace that the handler of a grouped GEMM expects.");
-  }
-}

@@ -71,7 +71,7 @@ inline ffi::Error CheckInputCombine(const InputCombine& combine, const NormCall&
                                     const ffi::AnyBuffer& added) {
   const bool same = combine.tokens.y == added.untyped_data() && combine.tokens.t == norm.rows &&
                     combine.tokens.h == norm.h && combine.type == norm.type;
-  if (same && !running_chain.defers) return ffi::Error::Success();
+  if (same && !running_chain.fuses) return ffi::Error::Success();
   return Expected("added", "the sum over experts that is left to this call", "another operand");
 }
 
@@ -80,7 +80,7 @@ template <typename Gated>
 ffi::Error CheckInputGated(const Gated& gated, const NormCall& norm, const ffi::AnyBuffer& added) {
   const bool same = gated.y == added.untyped_data() && gated.rows == norm.rows &&
                     gated.columns == norm.h && gated.type == norm.type;
-  if (same && !running_chain.defers) return ffi::Error::Success();
+  if (same && !running_chain.fuses) return ffi::Error::Success();
   return Expected("added", "the gated sum that is left to this call", "another operand");
 }
 

@@ -1,7 +1,7 @@
 // The handlers of norms, plain linear layers and gates. As in cuda_bindings.cc, each one decodes
 // its operands and attributes, checks them, and launches kernels.
 
-#include "cuda_mixer_bindings.h"
+#include "cuda_bindings.h"
 
 #include <algorithm>
 #include <cmath>
@@ -52,7 +52,7 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
   if (gated) NVFP4_RETURN_IF_ERROR(CheckInputGated(*gated, call, added));
   const auto linear_gated = running_chain.TakeWork<AddLinearGatedCall>();
   if (linear_gated) NVFP4_RETURN_IF_ERROR(CheckInputGated(*linear_gated, call, added));
-  if (running_chain.defers) {
+  if (running_chain.fuses) {
     // The kernel that computes this norm waits before it starts the next one. If a kernel of its
     // own computes it, it need not wait: the one behind it does.
     call.starts_next = running_chain.Follows();
@@ -107,7 +107,7 @@ ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight
     return Expected("weight", "the type of x, or float32 if x is bfloat16",
                     TypeText(weight.element_type()));
   }
-  call.weight_is_older = running_chain.IsOlder(RangeOf(weight));
+  call.weight_is_unchanged = running_chain.IsUnchanged(RangeOf(weight));
   DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(), y->untyped_data(), nullptr,
                              nullptr,          DataOrNull<void>(bias)};
   const std::optional<InputNorm> norm = running_chain.TakeWork<InputNorm>();
@@ -142,8 +142,8 @@ ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer wei
     return Expected("row_scale [rows]", "0, 1 or " + std::to_string(call.rows) + " scales",
                     std::to_string(call.row_scales));
   }
-  call.weight_is_older =
-      running_chain.IsOlder(RangeOf(weight)) && running_chain.IsOlder(RangeOf(weight_scale));
+  call.weight_is_unchanged = running_chain.IsUnchanged(RangeOf(weight)) &&
+                             running_chain.IsUnchanged(RangeOf(weight_scale));
   const DenseFewBuffers buffers = {
       x.untyped_data(),          weight.untyped_data(),        y->untyped_data(),
       Data<float>(weight_scale), DataOrNull<float>(row_scale), DataOrNull<void>(bias)};
@@ -177,7 +177,7 @@ ffi::Error Activate(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::Result<ffi
 // Whether a gated sum may let the next kernel start. If its work is left to a norm that has no
 // kernel for both, its own kernel need not wait: that of the norm does.
 bool GatedStartsNext() {
-  return running_chain.defers ? running_chain.Follows() : running_chain.StartsNext();
+  return running_chain.fuses ? running_chain.Follows() : running_chain.StartsNext();
 }
 
 ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer z,
@@ -204,7 +204,7 @@ ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, 
   call.gate = DataOrNull<void>(gate);
   call.z = z.untyped_data();
   call.y = y->untyped_data();
-  if (running_chain.defers) {
+  if (running_chain.fuses) {
     running_chain.work = call;
     return ffi::Error::Success();
   }
@@ -244,7 +244,7 @@ ffi::Error AddLinearGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer 
   call.gate_weight = gate_weight.untyped_data();
   call.z = z.untyped_data();
   call.y = y->untyped_data();
-  if (running_chain.defers) {
+  if (running_chain.fuses) {
     running_chain.work = call;
     return ffi::Error::Success();
   }

@@ -1,5 +1,5 @@
 // The FFI targets of recurrent mixers: their operands are checked here, and their kernels launched.
-#include "cuda_mixer_bindings.h"
+#include "cuda_bindings.h"
 
 #include <algorithm>
 #include <cmath>
@@ -25,18 +25,18 @@ struct StepOperands {
   ffi::AnyBuffer y, new_inputs, new_state;
 };
 
-// Whether all that a step reads besides what its projection has written is older than the preceding
-// kernel. The inputs and the state must be in place, so that no copy writes them first.
-bool StateIsOlder(const StepOperands& o, const std::vector<ffi::AnyBuffer>& more) {
-  const auto is_older = [](const ffi::AnyBuffer& operand) {
-    return operand.element_count() == 0 || running_chain.IsOlder(RangeOf(operand));
+// Whether all that a step reads besides what its projection has written is unchanged since the
+// previous kernel. The inputs and the state must be in place, so that no copy writes them first.
+bool StateIsUnchanged(const StepOperands& o, const std::vector<ffi::AnyBuffer>& more) {
+  const auto is_unchanged = [](const ffi::AnyBuffer& operand) {
+    return operand.element_count() == 0 || running_chain.IsUnchanged(RangeOf(operand));
   };
   const ffi::AnyBuffer operands[] = {o.positions, o.conv_weight, o.A_log, o.dt_bias,
                                      o.norm,      o.inputs,      o.state};
   return o.inputs.untyped_data() == o.new_inputs.untyped_data() &&
          o.state.untyped_data() == o.new_state.untyped_data() &&
-         std::all_of(std::begin(operands), std::end(operands), is_older) &&
-         std::all_of(more.begin(), more.end(), is_older);
+         std::all_of(std::begin(operands), std::end(operands), is_unchanged) &&
+         std::all_of(more.begin(), more.end(), is_unchanged);
 }
 
 ffi::Error CheckStepTypes(const StepOperands& o, DataType* type) {
@@ -129,7 +129,7 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
                               eps,
                               /*channel_decays=*/false,
                               /*lower_bound=*/0.0f,
-                              StateIsOlder(operands, {})};
+                              StateIsUnchanged(operands, {})};
   const DeltaStepBuffers buffers = {projected.untyped_data(),
                                     Data<int32_t>(positions),
                                     Data<float>(conv_weight),
@@ -199,7 +199,7 @@ ffi::Error KimiDeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::Any
                               eps,
                               /*channel_decays=*/true,
                               lower_bound,
-                              StateIsOlder(operands, {})};
+                              StateIsUnchanged(operands, {})};
   const DeltaStepBuffers buffers = {projected.untyped_data(),
                                     Data<int32_t>(positions),
                                     Data<float>(conv_weight),
@@ -400,7 +400,7 @@ ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuf
                                smallest_step,
                                largest_step,
                                eps,
-                               StateIsOlder(operands, {conv_bias, D})};
+                               StateIsUnchanged(operands, {conv_bias, D})};
   const Mamba2StepBuffers buffers = {projected.untyped_data(),
                                      Data<int32_t>(positions),
                                      Data<float>(conv_weight),

@@ -87,13 +87,14 @@ foreach(library ${nvfp4_libraries})
 endforeach()
 
 nanobind_add_module(_nvfp4_cuda NB_STATIC STABLE_ABI
-  cuda_bindings.cc cuda_attention_bindings.cc cuda_branches.cc cuda_mixer_bindings.cc cuda_recurrent_bindings.cc)
+  cuda_module.cc cuda_bindings.cc cuda_attention_bindings.cc cuda_forks.cc cuda_mixer_bindings.cc
+  cuda_recurrent_bindings.cc)
 target_include_directories(_nvfp4_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_include_directories(_nvfp4_cuda SYSTEM PRIVATE
   "${xla_include}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(_nvfp4_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
 string(REPLACE ";" " " nvfp4_listed "${NVFP4_CUDA_ARCHITECTURES}")
-set_source_files_properties(cuda_bindings.cc PROPERTIES COMPILE_DEFINITIONS
+set_source_files_properties(cuda_module.cc PROPERTIES COMPILE_DEFINITIONS
   "NVFP4_ARCHITECTURES=\"${nvfp4_listed}\";NVFP4_NVCC=\"${CMAKE_CUDA_COMPILER_VERSION}\"")
 foreach(target _nvfp4_cuda nvfp4_cuda_kernels)
   target_compile_definitions(${target} PRIVATE

@@ -55,7 +55,7 @@ inline int64_t CutRows(int64_t expert, int64_t first, int64_t count, RowBlock* b
 }
 
 // Returns how many column pairs one work item takes. An item must read enough weight bytes to be
-// worth its claim. If items were too large, threads would wait for each other at the end of a
+// worth taking. If items were too large, threads would wait for each other at the end of a
 // phase.
 inline int64_t PairsPerItem(int64_t k) {
   constexpr int64_t kItemBytes = 160 << 10;

@@ -74,23 +74,23 @@ class PhaseState {
   void Work() {
     DefaultFloatEnvironment environment;
     int spins = 0;
-    uint64_t now = claim_.load(std::memory_order_acquire);
+    uint64_t now = taken_.load(std::memory_order_acquire);
     while (Phase(now) != kFinished) {
       if (Next(now) >= Count(now)) {  // all items are taken: wait until they are done
         ++spins < kSpins ? Pause() : std::this_thread::yield();
-        now = claim_.load(std::memory_order_acquire);
-      } else if (claim_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) {
+        now = taken_.load(std::memory_order_acquire);
+      } else if (taken_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) {
         (*body_)(Phase(now), Next(now));
         if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == Count(now)) Open(Phase(now) + 1);
         spins = 0;
-        now = claim_.load(std::memory_order_acquire);
+        now = taken_.load(std::memory_order_acquire);
       }
     }
   }
 
  private:
   // One word holds the phase, the number of items of the phase, and the next item. A thread that
-  // was suspended during a change of phase cannot claim an item of the wrong phase. The word has
+  // was suspended during a change of phase cannot take an item of the wrong phase. The word has
   // changed, so that its compare-and-exchange fails.
   static constexpr int kBits = 24;
   static constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
@@ -101,20 +101,20 @@ class PhaseState {
   static int64_t Count(uint64_t word) { return static_cast<int64_t>(word >> kBits & kMask); }
   static int64_t Next(uint64_t word) { return static_cast<int64_t>(word & kMask); }
 
-  // Opens the next phase that has items. One thread calls it, when no item is claimed.
+  // Opens the next phase that has items. One thread calls it, when no item is taken.
   void Open(int64_t phase) {
     int64_t items = 0;
     while (phase < count_ && (items = (*items_)(phase)) == 0) ++phase;
     done_.store(0, std::memory_order_relaxed);
     const uint64_t tag = static_cast<uint64_t>(phase < count_ ? phase : kFinished);
-    claim_.store(tag << 2 * kBits | static_cast<uint64_t>(items) << kBits,
+    taken_.store(tag << 2 * kBits | static_cast<uint64_t>(items) << kBits,
                  std::memory_order_release);
   }
 
   const int64_t count_;
   const Items* items_;  // both live in the caller of RunPhases until the last phase has ended
   const Body* body_;
-  std::atomic<uint64_t> claim_{0};
+  std::atomic<uint64_t> taken_{0};
   std::atomic<int64_t> done_{0};
 };
 

@@ -5,8 +5,8 @@
 namespace nvfp4 {
 
 // If this is set, the next kernel that this thread launches starts when all work that it depends on
-// has ended, even if it could overlap. The launch clears it. The first kernel of a branch and the
-// kernel that waits for a branch need this, because no single kernel precedes them
+// has ended, even if it could overlap. The launch clears it. The first kernel of a fork and the
+// kernel that waits for a fork need this, because no single kernel precedes them
 // (launch_kernel.cuh). If a call launches nothing, the next call has the first kernel.
 inline thread_local bool next_kernel_starts_last = false;
 

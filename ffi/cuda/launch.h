@@ -82,7 +82,7 @@ struct MoECall {
   ActivationScale activation_scale;
   bool weight_on_input;
   EngineKind engine;
-  bool x_is_older = false;  // than the preceding kernel (launch_kernel.cuh)
+  bool x_is_unchanged = false;  // since the previous kernel (launch_kernel.cuh)
 
   // Without slots or without experts, the output is zeros and no kernel runs. Most kernels divide
   // by top_k or search the rows of experts, and need at least one.
@@ -143,8 +143,8 @@ struct GroupedGemmCall {
   DataType type;  // of x and y
   ActivationScale activation_scale;
   EngineKind engine;
-  bool weight_is_older = false;  // than the preceding kernel (launch_kernel.cuh)
-  bool starts_next = false;      // whether the next kernel may start at once
+  bool weight_is_unchanged = false;  // since the previous kernel (launch_kernel.cuh)
+  bool starts_next = false;          // whether the next kernel may start at once
 
   // Without experts, the output is zeros and no kernel runs.
   bool is_empty() const { return shape.m == 0 || shape.n == 0 || shape.e == 0; }
@@ -231,7 +231,7 @@ struct AttentionCall {
   float scale;     // above 0
   int32_t window;  // keys that a query sees, the last at its own position; 0 for all
   int32_t chunk;   // a query sees keys of its own chunk of so many positions; 0 for all
-  bool positions_are_older = false;  // than the preceding kernel (launch_kernel.cuh)
+  bool positions_are_unchanged = false;  // since the previous kernel (launch_kernel.cuh)
 
   bool is_empty() const { return shape.b == 0 || shape.t == 0 || shape.n == 0 || shape.dv == 0; }
 };
@@ -275,8 +275,8 @@ struct DenseFewCall {
   int64_t row_scales;    // 0, 1 or rows; 0 without kE4M3
   int64_t scale_groups;  // groups of a weight row that have a scale each; 0 for one for the row
   int64_t bias_size;     // bytes of an element of the bias: 0 without one, 2 in `type`, 4 in kF32
-  // Whether W and its scales are older than the preceding kernel (launch_kernel.cuh).
-  bool weight_is_older = false;
+  // Whether W and its scales are unchanged since the previous kernel (launch_kernel.cuh).
+  bool weight_is_unchanged = false;
 };
 
 struct DenseFewBuffers {
@@ -433,7 +433,7 @@ cudaError_t LaunchPrepareHeads(cudaStream_t stream, const HeadsCall& call,
 struct InputHeads {
   HeadsCall call;  // t is 1
   HeadsBuffers buffers;
-  bool older;  // whether all that is read but the qkv is older than the preceding kernel
+  bool unchanged;  // whether all that is read but the qkv is, since the previous kernel
 };
 
 // The largest latents of LaunchPrepareLatents: of queries, and of keys and values. Widths are
@@ -515,9 +515,9 @@ struct DeltaStepCall {
   // Kimi delta attention: a decay for each channel of a key, and a sigmoid for the gate.
   bool channel_decays;
   float lower_bound;  // smallest logarithm of such a decay, which is negative; 0 for none
-  // Whether positions, weights, inputs and state are older than the preceding kernel
+  // Whether positions, weights, inputs and state are unchanged since the previous kernel
   // (launch_kernel.cuh).
-  bool state_is_older = false;
+  bool state_is_unchanged = false;
 };
 
 struct DeltaStepBuffers {
@@ -611,8 +611,8 @@ struct Mamba2StepCall {
   DataType type;                    // of projected, inputs and y
   ActivationParameters activation;  // after the convolution; not gated
   float smallest_step, largest_step;
-  float eps;                    // of the norm
-  bool state_is_older = false;  // as in DeltaStepCall
+  float eps;                        // of the norm
+  bool state_is_unchanged = false;  // as in DeltaStepCall
 };
 
 struct Mamba2StepBuffers {

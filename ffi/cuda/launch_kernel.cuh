@@ -19,15 +19,16 @@
 // runs.
 //
 // A chain of calls (call_chain.h) knows which of its operands no call has written so far. They are
-// "older than the preceding kernel" for every call of the chain but the first. A kernel may read
-// them before it waits: weights, the positions of tokens, and the cache or the state of a layer
-// that only this call writes. The first kernel of a call reads nothing else. Short kernels between
-// others, such as norms, may therefore break rule 2 in a chain (WaitAndStartNextKernel): the kernel
-// after them loads its weights meanwhile. So may a linear layer of one row (linear_row.cu).
+// "unchanged since the previous kernel" for every call of the chain but the first. A kernel may
+// read them before it waits: weights, the positions of tokens, and the cache or the state of a
+// layer that only this call writes. The first kernel of a call reads nothing else. Short kernels
+// between others, such as norms, may therefore break rule 2 in a chain (WaitAndStartNextKernel):
+// the kernel after them loads its weights meanwhile. So may a linear layer of one row
+// (linear_row.cu).
 //
 // A chain also knows what the preceding call has written. If that call keeps rule 2, everything
-// that it has not written is older (RunningChain::IsOlderThan). GEMM 1 of an expert layer therefore
-// reads its row of x while the router, the preceding call, still runs.
+// that it has not written is unchanged (RunningChain::IsUnchangedByWriterOf). GEMM 1 of an expert
+// layer therefore reads its row of x while the router, the preceding call, still runs.
 //
 // All other kernels read nothing before they wait, not even weights: in a program of XLA, the
 // preceding kernel may be a conversion that writes them.
@@ -35,21 +36,21 @@
 // A kernel that is launched without `overlaps` starts when all earlier kernels have ended. It may
 // call StartNextKernel at once.
 //
-// A chain may have branches, on a stream of their own (call_chain.h). Here, "earlier" means "that
-// this kernel depends on": the kernels of a branch and of its window are not earlier than each
-// other. The rules hold for each of the two streams, for these reasons:
+// A chain may fork, to a stream of its own (call_chain.h). Here, "earlier" means "that this kernel
+// depends on": the kernels of a fork and of its scope are not earlier than each other. The rules
+// hold for each of the two streams, for these reasons:
 //
-//   * Two kernels have no single preceding kernel: the first one of a branch, and the one that
+//   * Two kernels have no single preceding kernel: the first one of a fork, and the one that
 //     waits for both streams. They are launched as if without `overlaps`
 //     (next_kernel_starts_last), so that what they depend on has ended when they start. Each
-//     operand that the chain does not write is therefore older, and they may start the next kernel
-//     at once.
-//   * The kernel at the fork has two successors. The one on the same stream overlaps with it as
-//     ever. The first one of the branch starts when the kernel at the fork has ended. That kernel
+//     operand that the chain does not write is therefore unchanged, and they may start the next
+//     kernel at once.
+//   * The kernel before a fork has two successors. The one on the same stream overlaps with it as
+//     ever. The first one of the fork starts when the kernel before it has ended. That kernel
 //     has waited, so that all earlier kernels have ended too, even if it broke rule 2.
-//   * A window and its branch share no memory that one of them writes: call_chain.py gives values
-//     that one of them needs a place of their own. What is older than a kernel of one stream is not
-//     written by a kernel of the other.
+//   * A scope and its fork share no memory that one of them writes: call_chain.py gives values
+//     that one of them needs a place of their own. What is unchanged for a kernel of one stream is
+//     not written by a kernel of the other.
 //   * After the join, a wait for the joining kernel is a wait for both streams.
 #pragma once
 

@@ -12,9 +12,9 @@ from support.files.given import ROOT, TESTS
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    program = tmp_path_factory.mktemp("branches") / "chain_branches"
+    program = tmp_path_factory.mktemp("forks") / "chain_forks"
     includes = [f"-I{ROOT / 'ffi'}", f"-I{jax.ffi.include_dir()}"]
-    source = TESTS / "cpp" / "chain_branches.cc"
+    source = TESTS / "cpp" / "chain_forks.cc"
     subprocess.run(["g++", "-std=c++17", "-w", *includes, source, "-o", program], check=True)
     return program
 
@@ -35,10 +35,10 @@ def run(program, platform, flags):
     ],
 )
 def test_calls_of_branches_run_on_the_side(program, flags, printed):
-    assert run(program, "branches", flags) == printed
+    assert run(program, "forks", flags) == printed
 
 
-@pytest.mark.parametrize("platform", ["plain", "branches"])
+@pytest.mark.parametrize("platform", ["plain", "forks"])
 @pytest.mark.parametrize(
     ("flags", "printed"),
     [
@@ -59,7 +59,7 @@ def test_a_call_does_the_work_that_the_one_before_leaves(program, platform, flag
 
 def test_work_is_left_inside_of_branches(program):
     printed = "fork main begin both side side join main done"
-    assert run(program, "branches", "1 10 2 2 4") == printed
+    assert run(program, "forks", "1 10 2 2 4") == printed
 
 
 def test_other_platforms_ignore_flags(program):
@@ -74,12 +74,12 @@ def test_other_platforms_ignore_flags(program):
         ("1 2 4!", "fork main begin side join failed"),
         # Flags that make no sense.
         ("1 2 2", "fork main begin side side join nvfp4 call chain: no call waits"),
-        ("1 2 0", "fork main begin side join nvfp4 call chain: a branch without a fork, or"),
-        ("2 4", "nvfp4 call chain: a branch without a fork, or"),
-        ("0 4", "main nvfp4 call chain: a call waits for a branch that"),
-        ("1 2 1", "fork main begin side join nvfp4 call chain: a fork inside of a branch"),
-        ("1 1 2 4", "fork main nvfp4 call chain: a fork inside of a branch"),
+        ("1 2 0", "fork main begin side join nvfp4 call chain: a forked call without a fork, or"),
+        ("2 4", "nvfp4 call chain: a forked call without a fork, or"),
+        ("0 4", "main nvfp4 call chain: a call waits for a fork that"),
+        ("1 2 1", "fork main begin side join nvfp4 call chain: a fork inside of a fork"),
+        ("1 1 2 4", "fork main nvfp4 call chain: a fork inside of a fork"),
     ],
 )
 def test_a_branch_that_began_is_joined_after_an_error(program, flags, printed):
-    assert run(program, "branches", flags).startswith(printed)
+    assert run(program, "forks", flags).startswith(printed)

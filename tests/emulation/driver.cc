@@ -158,7 +158,7 @@ int moe(const MoEShape* shape, const ActivationParameters* activation, int type,
   if (status != cudaSuccess || shape->t != 1 || layer.call.is_empty()) return status;
   const auto* y = static_cast<const uint8_t*>(layer.buffers.y);
   const std::vector<uint8_t> first(y, y + layer.call.output_bytes());
-  layer.call.x_is_older = true;
+  layer.call.x_is_unchanged = true;
   const cudaError_t again = FunctionsOf(engine).moe(nullptr, layer.call, layer.buffers);
   if (again != cudaSuccess) return again;
   return std::equal(first.begin(), first.end(), y) ? cudaSuccess : cudaErrorInvalidValue;

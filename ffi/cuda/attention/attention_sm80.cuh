@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
   __shared__ RowRanges<F> ranges;
   __shared__ PartSum shown[F::kKeyWarps > 1 ? 16 : 1][F::kKeyWarps];
   __shared__ typename Token::Fresh fresh;
-  const bool starts_early = kPrepares ? heads.older : p.call.positions_are_older;
+  const bool starts_early = kPrepares ? heads.unchanged : p.call.positions_are_unchanged;
   if (!starts_early) WaitForPrecedingKernel();
   const AttentionShape& shape = p.call.shape;
   // The last tile of rows sees most keys and starts first. All heads of a tile follow each other.

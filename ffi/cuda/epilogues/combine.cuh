@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   if (index >= p.t * vectors) return;
   const auto token = static_cast<int32_t>(index / vectors);
   const auto column = static_cast<int32_t>(index % vectors) * kVector;
-  // If this kernel overlaps, ids, weights and rows are older than the preceding kernel, so that
+  // If this kernel overlaps, ids, weights and rows are unchanged since the previous kernel, so that
   // loading them need not wait for it.
   Choices choices = LoadChoices(p, source, token, 0);
   WaitForPrecedingKernel();
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(kCombineThreads)
 }
 
 // Launches Combine. If `overlaps` is set, the kernel may start before the one ahead of it in the
-// stream has ended. Ids, weights and rows must then be older than that kernel; only the values of
-// `source` may be its results.
+// stream has ended. Ids, weights and rows must then be unchanged since that kernel started; only
+// the values of `source` may be its results.
 template <typename T, typename Source>
 cudaError_t LaunchCombine(cudaStream_t stream, const CombineTokens& tokens, const Source& source,
                           bool overlaps) {

@@ -15,7 +15,7 @@
 //
 // The kernel may start before GEMM 1 ends. It waits for GEMM 1 before it reads `left`. GEMM 1 has
 // waited before it let this kernel start, so that ids, weights of experts and weights of layers are
-// older (launch_kernel.cuh). Slots that are not routed are never read.
+// unchanged (launch_kernel.cuh). Slots that are not routed are never read.
 //
 // Bottleneck: the latency of memory and unpacking. With one token of Qwen3-30B-A3B, 128 blocks have
 // 96 parts each, which their 16 warps request at once. In bf16, six blocks of GEMM 1 leave

@@ -145,13 +145,13 @@ struct FewSizes {
   int32_t rows, n, k;
   int32_t ranks;
   int32_t rank_pieces;
-  bool rounds;           // whether y has the type of x instead of f32
-  int32_t row_scales;    // 0, 1, or those of all rows
-  int32_t scales_at;     // where the scales behind the ring lie in shared memory
-  int32_t groups;        // scales of a weight row
-  int32_t bias_at;       // where the bias lies in shared memory
-  int32_t bias_size;     // bytes of an element of the bias: 0 without one, 2 in the type of x, or 4
-  bool weight_is_older;  // than the preceding kernel
+  bool rounds;         // whether y has the type of x instead of f32
+  int32_t row_scales;  // 0, 1, or those of all rows
+  int32_t scales_at;   // where the scales behind the ring lie in shared memory
+  int32_t groups;      // scales of a weight row
+  int32_t bias_at;     // where the bias lies in shared memory
+  int32_t bias_size;   // bytes of an element of the bias: 0 without one, 2 in the type of x, or 4
+  bool weight_is_unchanged;  // since the previous kernel
 };
 
 // Starts the copies of kPieceK of k, from k `first` on, of `rows` rows to shared memory. Rows from
@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
   };
   // The largest tile has no registers for this if groups of FP8 weights have scales.
   constexpr bool kMayBring = !(kIsGrouped<W> && kTile == kLarge);
-  const bool brings_first = kMayBring && p.weight_is_older;
+  const bool brings_first = kMayBring && p.weight_is_unchanged;
   if (brings_first) {
     BringFirst<F::kStages>(pieces, bring_weight);
   } else {
@@ -660,7 +660,7 @@ cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
                             static_cast<int32_t>(call.scale_groups),
                             bias_at,
                             bias_size,
-                            call.weight_is_older};
+                            call.weight_is_unchanged};
     return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes,
                           /*overlaps=*/true, DenseFew<T, W, F::kTileRows, F::kMostEights>, buffers,
                           sizes);

@@ -11,9 +11,9 @@
 //
 // One, two, four or eight warps compute an output. A lane has up to kPieces pieces of 16 bytes of
 // the weight row, all of them in registers. It loads them while the preceding kernel still runs, if
-// they are older than that kernel, and otherwise only prefetches them. Then it loads the pieces of
-// x that belong to them. The sums of the lanes are added in a fixed order, and so are those of the
-// warps.
+// they are unchanged since that kernel, and otherwise only prefetches them. Then it loads the
+// pieces of x that belong to them. The sums of the lanes are added in a fixed order, and so are
+// those of the warps.
 //
 // dense_few.cu needs tensor cores, shared memory and clusters, and has up to 64 rows for that. With
 // one row, their latencies cost more than the products. On an H200, its 128 outputs of 2048 took
@@ -49,7 +49,7 @@ struct VectorSizes {
   int32_t warps_log2;  // of the warps of an output
   bool rounds;         // whether y has the type of x instead of f32
   int32_t bias_size;   // bytes of an element of the bias: 0 without one, 2 or 4
-  bool weight_is_older;
+  bool weight_is_unchanged;
 };
 
 // A piece of a weight row, or the elements of x that belong to it.
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if constexpr (kNorm) {
     PrefetchLines(norm.buffers.weight, norm.h * static_cast<int>(sizeof(N)), threadIdx.x, kThreads);
   }
-  if (p.weight_is_older) {
+  if (p.weight_is_unchanged) {
     each_piece(load);
   } else {
     each_piece([&](int, int at) {
@@ -111,12 +111,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   // by themselves, whose bits are in the place of x. It brings the code of the second pass into the
   // instruction cache. Without it, the second pass took 0.8 us longer on an H200.
 #pragma unroll 1
-  for (int pass = p.weight_is_older ? 0 : 1; pass < 2; ++pass) {
+  for (int pass = p.weight_is_unchanged ? 0 : 1; pass < 2; ++pass) {
     const auto* source = reinterpret_cast<const T*>(weight);
     if (pass == 1) {
       WaitForPrecedingKernel();
       StartNextKernel();
-      if (!p.weight_is_older) each_piece(load);
+      if (!p.weight_is_unchanged) each_piece(load);
       source = static_cast<const T*>(buffers.x);
       if constexpr (kNorm) LoadInput(norm, pieces);
     }
@@ -193,7 +193,7 @@ cudaError_t LaunchDenseVector(cudaStream_t stream, const DenseFewCall& call,
                              WarpsLog2(call),
                              call.output_type != DataType::kF32,
                              static_cast<int32_t>(call.bias_size),
-                             call.weight_is_older};
+                             call.weight_is_unchanged};
   if (call.weight_type == DataType::kF32) {
     return LaunchTyped<__nv_bfloat16, float>(stream, call, buffers, sizes);
   }

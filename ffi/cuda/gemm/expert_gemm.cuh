@@ -56,9 +56,9 @@ struct ExpertGemm {
   ExpertRows rows;
   TileRule rule;
   TileSchedule schedule;
-  float* partial_sums;  // of kPartialSumBytes bytes
-  bool plan_is_older;   // rows and schedule were written before the preceding kernel
-  DataType type;        // type of left.values
+  float* partial_sums;     // of kPartialSumBytes bytes
+  bool plan_is_unchanged;  // rows and schedule were written before the preceding kernel
+  DataType type;           // type of left.values
   LeftOperand left;
   ExpertWeights weight;  // in the layout of the engine, of two halves if gated
   int32_t bias_rows;     // elements of the bias of an expert
@@ -84,7 +84,7 @@ struct GemmPlan {
   int32_t block_tiles;  // weight tiles of 64 rows of a block
   int32_t step_tiles;   // how many times 64 of k a step covers
   int32_t blocks;       // blocks of threads
-  bool claims;          // whether they claim output tiles (tile_scheduler.cuh)
+  bool takes_work;      // whether they take output tiles one by one (tile_scheduler.cuh)
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
@@ -107,7 +107,7 @@ inline TileSchedule MakeTileSchedule(const GemmPlan& plan, const ExpertGemm& gem
           starts,
           ready,
           {},
-          plan.claims};
+          plan.takes_work};
 }
 
 // Bounds that size the workspace for every device: the blocks of a schedule, and the bytes of all

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, kRounds>)
   const int m_tile = slab / kParts, part = slab % kParts;
   const int begin = warp * k_tiles / kWarps, end = (warp + 1) * k_tiles / kWarps;
   uint8_t* rows = shared + kRingBytes;
-  if (few.row_is_older) {
+  if (few.row_is_unchanged) {
     BringRows<false>(p, 1, 0, 1, thread, kThreads, rows, [](int) { return 0; });
   }
   WaitForPrecedingKernel();
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, kRounds>)
   };
   PartRing<kDepth, kRefills> ring(shared + warp * PartRing<kDepth, kRefills>::kBytes);
   const OwnRows own_rows(p, few, own);
-  if (few.row_is_older) {
+  if (few.row_is_unchanged) {
     ring.Fill(request);
   } else {
     // The rows are in the group of part 0, so that part 0 does not wait for the code that finds
@@ -183,8 +183,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, kRounds>)
   StartNextKernel();
   LaneRows lane_rows = {};
   if (warp == 0) lane_rows = LoadLaneRows(p, own.expert, m_tile, part);
-  if (few.row_is_older) {
-    WaitCopies<kDepth>();  // for the row, which is older than all parts
+  if (few.row_is_unchanged) {
+    WaitCopies<kDepth>();  // for the row, which was requested before all parts
   } else {
     WaitCopies<kDepth - 1>();  // for the rows
   }

@@ -19,7 +19,7 @@ struct FewSlots {
   ExpertWeights next;
   int32_t next_m_tiles;
   int32_t next_k_tiles;
-  bool row_is_older = false;  // for one token: x is older than the preceding kernel
+  bool row_is_unchanged = false;  // for one token: x is unchanged since the previous kernel
 };
 
 // Returns whether both GEMMs of a layer with `slots` slots fit into the shared memory of a block on

@@ -4,7 +4,8 @@
 // As in expert_gemm_sm80.cu, weight rows take the 16 rows of an MMA and tokens its 8 columns. What
 // differs is who copies. There, each thread copies its part of a step, and the block meets at a
 // barrier in each step. Here, one warp copies and four warps multiply, each at its own pace.
-//   producer    claims output tiles (claims.cuh), and copies weights and rows of x by bulk copies,
+//   producer    takes output tiles (work_taker.cuh), and copies weights and rows of x by bulk
+//   copies,
 //               up to kStages steps ahead. It announces a tile with the first step of the tile.
 //   consumers   wait for a step, multiply it, and release it. At the end of a tile they store its
 //               outputs, while the copies of the next tile go on.
@@ -32,8 +33,8 @@
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/scheduling/claims.cuh"
 #include "cuda/scheduling/stage_ring.cuh"
+#include "cuda/scheduling/work_taker.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -167,12 +168,13 @@ struct Producer {
   }
 
   __device__ __forceinline__ void Run() {
-    // The first claim of a block is its own number. Lane 0 asks for the next one while it copies.
-    int32_t claim = static_cast<int32_t>(blockIdx.x), next = 0;
-    while (FindClaimed(p.rows, p.rule, p.schedule, claim, &work)) {
+    // The first tile that a block takes is its own number. Lane 0 asks for the next one while it
+    // copies.
+    int32_t taken = static_cast<int32_t>(blockIdx.x), next = 0;
+    while (FindTaken(p.rows, p.rule, p.schedule, taken, &work)) {
       if (lane == 0) next = atomicAdd(p.schedule.ready, 1);
       CopyTile();
-      claim = p.schedule.blocks + __shfl_sync(kAllLanes, next, 0);
+      taken = p.schedule.blocks + __shfl_sync(kAllLanes, next, 0);
     }
     WaitBarrier(pipeline.empty + 8 * ring.stage, ring.phase ^ 1);
     if (lane == 0) {
@@ -337,11 +339,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (warp == kConsumers) {
-    if (!p.plan_is_older) {
+    if (!p.plan_is_unchanged) {
       WaitForPrecedingKernel();
       StartNextKernel();
     }
-    Producer producer{p, pipeline, lane, {}, !p.plan_is_older};
+    Producer producer{p, pipeline, lane, {}, !p.plan_is_unchanged};
     producer.Run();
   } else {
     Consumer<T> consumer{p, pipeline, constants, warp, lane, {}, {}};
@@ -366,7 +368,7 @@ constexpr int32_t kMinCost = 32;
 
 GemmPlan PlanFewRowsSm90() {
   const int32_t blocks = std::min(MultiprocessorCount() * kBlocksPerSm, kMaxBlocks);
-  return {{kRows, kMinCost}, kTiles, kStepTiles, blocks, /*claims=*/true, LaunchFewRows};
+  return {{kRows, kMinCost}, kTiles, kStepTiles, blocks, /*takes_work=*/true, LaunchFewRows};
 }
 
 }  // namespace nvfp4

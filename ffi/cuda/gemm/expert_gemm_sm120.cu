@@ -57,13 +57,13 @@ struct Config {
   static constexpr int kScales = kCodes + kTilesOfStep * kCodesBytes;
   static constexpr int kRowScales = kScales + kTilesOfStep * kScalesBytes;
   static constexpr int kStageBytes = kRowScales + kRows * kRowScaleBytes;
-  static constexpr bool kClaims = false;
+  static constexpr bool kTakesWork = false;
   static constexpr int kWorkUnits = kStages + 1;  // one more than can have steps in shared memory
   static constexpr int kRowsApart = kThreads / kRowChunks;
   static constexpr int kCopies =
       (kRows + kRowsApart - 1) / kRowsApart;  // copies of x by one thread
   static constexpr int kWorkUnitsAt = kStages * kStageBytes;
-  static constexpr int kSharedBytes = kWorkUnitsAt + WorkUnitBytes(kWorkUnits, kClaims);
+  static constexpr int kSharedBytes = kWorkUnitsAt + WorkUnitBytes(kWorkUnits, kTakesWork);
   static constexpr int kPartialSumFloats = kThreads * kSlabs * kRows / 2;
   static_assert(kStages > 2, "a barrier between writing a work unit and reading it");
   static_assert(kStageBytes % 16 == 0, "aligned copies");

@@ -34,7 +34,7 @@ constexpr int kRowChunks = kRowBytes / 16;
 // kRows: the most tokens of a tile. The MMAs of a tile cover its tokens rounded up to kRowStep.
 // kTiles: weight tiles of a block. kStepTiles: how many times 64 of k a step covers.
 template <int kRows_, int kRowStep_, int kTiles_, int kStepTiles_, int kStages_, int kBlocksPerSm_,
-          bool kClaims_ = false>
+          bool kTakesWork_ = false>
 struct Config {
   static constexpr int kRows = kRows_;
   static constexpr int kRowStep = kRowStep_;
@@ -42,7 +42,7 @@ struct Config {
   static constexpr int kStepTiles = kStepTiles_;
   static constexpr int kStages = kStages_;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
-  static constexpr bool kClaims = kClaims_;
+  static constexpr bool kTakesWork = kTakesWork_;
   static constexpr int kThreads = kTiles * kTileThreads / kSlabs;
   // Up to 64 columns, each number of columns has straight code of its own. Above, only full tiles
   // do, and the others share one body with branches.
@@ -65,7 +65,7 @@ struct Config {
       (kRows + kRowsApart - 1) / kRowsApart;  // copies of x by one thread
   static constexpr int kSourcesAt = kStages * kStageBytes;
   static constexpr int kWorkUnitsAt = kSourcesAt + kCopies * kThreads * 4;
-  static constexpr int kSharedBytes = kWorkUnitsAt + WorkUnitBytes(kWorkUnits, kClaims);
+  static constexpr int kSharedBytes = kWorkUnitsAt + WorkUnitBytes(kWorkUnits, kTakesWork);
   static constexpr int kPartialSumFloats = kThreads * kSlabs * kRows / 2;
   static_assert(kStages > 2, "a barrier between writing a work unit and reading it");
   static_assert(kSharedBytes <= 99 * 1024, "shared memory of a block on sm_86, sm_89, sm_120");
@@ -327,17 +327,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
                  [&] { return Consumer<T, C>{{p, shared, thread, {}}, constants}; });
 }
 
-// The arguments are kRows, kRowStep, kTiles, kStepTiles, kStages, kBlocksPerSm and kClaims. Rows8
-// has long steps, so that its warps wait for each other less often. On an H200, a layer of
+// The arguments are kRows, kRowStep, kTiles, kStepTiles, kStages, kBlocksPerSm and kTakesWork.
+// Rows8 has long steps, so that its warps wait for each other less often. On an H200, a layer of
 // Qwen3-30B-A3B with 4, 16 and 64 tokens took 37, 82 and 115 us, instead of 41, 84 and 119 us with
 // Rows16.
 using Rows8 = Config<8, 8, 2, 4, 3, 3>;
 using Rows16 = Config<16, 8, 2, 2, 3, 5>;
 using Rows32 = Config<32, 8, 2, 2, 3, 4>;
-// Claims pay if each block computes several tiles. On an H200, the layer took 71, 93 and 109 us
-// with 16, 32 and 64 tokens, instead of 76, 101 and 112 us, and with 4 tokens 38 instead of 37.
-using Claimed8 = Config<8, 8, 2, 4, 3, 3, true>;
-using Claimed16 = Config<16, 8, 2, 2, 3, 5, true>;
+// Taking tiles one by one pays if each block computes several. On an H200, the layer took 71, 93
+// and 109 us with 16, 32 and 64 tokens, instead of 76, 101 and 112 us, and with 4 tokens 38 instead
+// of 37.
+using Taking8 = Config<8, 8, 2, 4, 3, 3, true>;
+using Taking16 = Config<16, 8, 2, 2, 3, 5, true>;
 using Rows48 = Config<48, 8, 4, 1, 4, 2>;
 using Rows64 = Config<64, 16, 2, 1, 4, 3>;
 using Rows128 = Config<128, 16, 2, 1, 3, 2>;
@@ -369,8 +370,8 @@ constexpr PipelineVariant kVariants[] = {
 constexpr PipelineVariant kFewRows = MakeVariant<Rows8>(4);
 
 // Taken instead if there are half as many rows as experts, or more.
-constexpr PipelineVariant kClaimedFewRows = MakeVariant<Claimed8>(4);
-constexpr PipelineVariant kClaimedRows = MakeVariant<Claimed16>(10);
+constexpr PipelineVariant kTakenFewRows = MakeVariant<Taking8>(4);
+constexpr PipelineVariant kTakenRows = MakeVariant<Taking16>(10);
 
 // With this many rows, the MMAs of a weight tile take as long as reading it, on the devices that
 // were measured.
@@ -381,12 +382,12 @@ constexpr int32_t kMinCost = 32;
 int64_t MaxSharedBytesSm80() { return MaxSharedBytes(kVariants); }
 
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {
-  const bool claims = experts > 1 && 2 * rows >= experts;
+  const bool takes_work = experts > 1 && 2 * rows >= experts;
   const bool fits = BlocksPerSm(kFewRows) == kFewRows.blocks_per_sm;
   if (fits && IsFor(kFewRows, rows, experts)) {
-    return PlanVariant(claims ? kClaimedFewRows : kFewRows, kMinCost);
+    return PlanVariant(takes_work ? kTakenFewRows : kFewRows, kMinCost);
   }
-  if (claims && IsFor(kClaimedRows, rows, experts)) return PlanVariant(kClaimedRows, kMinCost);
+  if (takes_work && IsFor(kTakenRows, rows, experts)) return PlanVariant(kTakenRows, kMinCost);
   return PlanVariant(ChooseVariant(kVariants, rows, experts), kMinCost);
 }
 

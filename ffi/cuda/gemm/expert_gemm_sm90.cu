@@ -18,7 +18,7 @@
 // or adds the partial sums of other blocks (partial_sums.cuh).
 //
 // The kernel may start before the preceding one ends. What it reads first, the schedule and the
-// weights, is then older than the preceding kernel (see moe_w4a16.cu).
+// weights, is then unchanged since the previous kernel (see moe_w4a16.cu).
 //
 // Needs: sm_90a. Tests: tests/emulation/test_emulation.py, tests/gpu/test_cuda_kernel.py,
 // test_sass.py.
@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     FenceBarrierInit();
   }
   __syncthreads();
-  if (!p.plan_is_older) WaitForPrecedingKernel();
+  if (!p.plan_is_unchanged) WaitForPrecedingKernel();
 
   // The shuffles keep these addresses in registers. Computing them again would be slower.
   const auto find_shared = [&] {
@@ -584,7 +584,7 @@ GemmPlan PlanSm90(int64_t rows, int64_t experts) {
           variant.block_tiles,
           variant.step_tiles,
           std::min(MultiprocessorCount(), kMaxSms),
-          /*claims=*/false,
+          /*takes_work=*/false,
           variant.launch};
 }
 

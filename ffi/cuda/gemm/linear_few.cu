@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
           lane / 4 * 8,
       (tiles - team + kTeams - 1) / kTeams};
   Packed packed[kDepth];
-  if (!p.plan_is_older) {
+  if (!p.plan_is_unchanged) {
     weights.template Prefetch<kDepth>();
     WaitForPrecedingKernel();
   }
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
     ready[d] = Unpack<T>(packed[d], constants);
     ready[d].ComputeHere();
   }
-  if (p.plan_is_older) WaitForPrecedingKernel();
+  if (p.plan_is_unchanged) WaitForPrecedingKernel();
   StartNextKernel();
   const int stride = few.rank_tiles * kTileK * 2 + kPadding;
   BringRows(p, few.rows, first_tile, tiles, stride, shared);

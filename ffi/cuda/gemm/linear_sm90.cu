@@ -125,10 +125,10 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
     });
   };
   constexpr int kAhead = F::kStages - 1;
-  const bool older = layer.weight_is_older();
+  const bool unchanged = layer.weight_is_unchanged();
 #pragma unroll 1
   for (int step = 0; step < min(steps, kAhead); ++step) {
-    if (older) {
+    if (unchanged) {
       bring_weights(step);
     } else {
       each_tile(step,
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
 #pragma unroll 1
   for (int step = 0; step < kAhead; ++step) {
     if (step < steps) {
-      if (!older) bring_weights(step);
+      if (!unchanged) bring_weights(step);
       bring_rows(step);
     }
     CommitCopies();
@@ -314,7 +314,7 @@ cudaError_t LaunchDenseSm90(cudaStream_t stream, const DenseFewCall& call,
       layer.length = static_cast<int32_t>(call.k);
       layer.rounds = call.output_type != DataType::kF32;
       layer.bias_size = static_cast<int32_t>(call.bias_size);
-      layer.older = call.weight_is_older;
+      layer.unchanged = call.weight_is_unchanged;
       if constexpr (layer.kIsFp8) {
         layer.row_scales = static_cast<int32_t>(call.row_scales);
         layer.groups = static_cast<int32_t>(call.scale_groups);

@@ -55,7 +55,7 @@ struct PackedLayer {
 
   __device__ __forceinline__ int k() const { return p.k; }
   __device__ __forceinline__ const void* x() const { return p.left.values; }
-  __device__ __forceinline__ bool weight_is_older() const { return p.plan_is_older; }
+  __device__ __forceinline__ bool weight_is_unchanged() const { return p.plan_is_unchanged; }
 
   __device__ __forceinline__ int64_t TileAt(int tile, int k_tile) const {
     return static_cast<int64_t>(tile) * ((p.k + kTileK - 1) / kTileK) + k_tile;
@@ -107,7 +107,7 @@ struct PlainOperands {
   int32_t columns, length;  // n and k
   bool rounds;              // whether y has the type of x instead of f32
   int32_t bias_size;        // bytes of an element of the bias: 0 without one, 2 or 4
-  bool older;
+  bool unchanged;
 
   struct Row {
     float bias[2];  // of the two weight rows of a lane
@@ -115,7 +115,7 @@ struct PlainOperands {
 
   __device__ __forceinline__ int k() const { return length; }
   __device__ __forceinline__ const void* x() const { return buffers.x; }
-  __device__ __forceinline__ bool weight_is_older() const { return older; }
+  __device__ __forceinline__ bool weight_is_unchanged() const { return unchanged; }
 
   __device__ __forceinline__ const E* Weight(int row, int at) const {
     return static_cast<const E*>(buffers.weight) + static_cast<int64_t>(row) * length + at;

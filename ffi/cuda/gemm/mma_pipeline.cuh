@@ -7,7 +7,7 @@
 // shared memory for the consumer.
 //
 // A Config has kRows, kTiles, kStepTiles, kStages, kThreads, kStageBytes, kWorkUnits, kWorkUnitsAt,
-// and kClaims: whether blocks claim their tiles. Needs: sm_80.
+// and kTakesWork: whether blocks take their tiles one by one. Needs: sm_80.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@
 #include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/scheduling/claims.cuh"
 #include "cuda/scheduling/partial_sums.cuh"
+#include "cuda/scheduling/work_taker.cuh"
 
 namespace nvfp4 {
 
@@ -34,9 +34,9 @@ struct SharedWorkUnit {
   WorkStart at;
 };
 
-// The bytes of `count` work units, and of the next claim behind them if blocks claim tiles.
-constexpr int WorkUnitBytes(int count, bool claims) {
-  return count * static_cast<int>(sizeof(SharedWorkUnit)) + (claims ? int{sizeof(int32_t)} : 0);
+// The bytes of `count` work units, and of the next number behind them if blocks take tiles.
+constexpr int WorkUnitBytes(int count, bool takes_work) {
+  return count * static_cast<int>(sizeof(SharedWorkUnit)) + (takes_work ? int{sizeof(int32_t)} : 0);
 }
 
 template <typename C>
@@ -44,11 +44,11 @@ __device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
   return reinterpret_cast<SharedWorkUnit*>(shared + C::kWorkUnitsAt);
 }
 
-struct Nothing {};  // in the place of claims
+struct Nothing {};  // in the place of a WorkTaker
 
-// Returns where the next claim is, if blocks claim tiles.
+// Returns where the number of the next tile is, if blocks take tiles.
 template <typename C>
-__device__ __forceinline__ int32_t* SharedClaim(uint8_t* shared) {
+__device__ __forceinline__ int32_t* SharedTaken(uint8_t* shared) {
   return reinterpret_cast<int32_t*>(SharedWorkUnits<C>(shared) + C::kWorkUnits);
 }
 
@@ -67,14 +67,14 @@ struct PipelineProducer {
   int32_t steps = 0;  // steps of the work unit to be copied; -1 after the last work unit
   int32_t k;          // what is left of k
   int slot = -1;      // place of the work unit in shared memory
-  std::conditional_t<C::kClaims, Claims, Nothing> claims;
+  std::conditional_t<C::kTakesWork, WorkTaker, Nothing> taker;
 
   __device__ __forceinline__ Engine& engine() { return static_cast<Engine&>(*this); }
 
   // Finds the next work unit. A barrier must separate this call from the previous one, because the
   // call reads what one thread has then written to shared memory.
   __device__ __forceinline__ void Next() {
-    if constexpr (C::kClaims) return NextClaimed();
+    if constexpr (C::kTakesWork) return NextTaken();
     TileScheduler scheduler(p.rows, p.rule, p.schedule);
     if (slot >= 0) {
       const SharedWorkUnit& before = SharedWorkUnits<C>(shared)[slot];
@@ -90,14 +90,13 @@ struct PipelineProducer {
     if (more) engine().BeginWork(scheduler.work, own);
   }
 
-  __device__ __forceinline__ void NextClaimed() {
+  __device__ __forceinline__ void NextTaken() {
     const auto block = static_cast<int32_t>(blockIdx.x);
     const int32_t tile =
-        slot < 0 ? block
-                 : p.schedule.blocks + claims.Take(p.schedule.ready, SharedClaim<C>(shared));
+        slot < 0 ? block : p.schedule.blocks + taker.Take(p.schedule.ready, SharedTaken<C>(shared));
     slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
     WorkUnit work;
-    const bool more = FindClaimed(p.rows, p.rule, p.schedule, tile, &work);
+    const bool more = FindTaken(p.rows, p.rule, p.schedule, tile, &work);
     if (!more) work = {{}, -1, 0, -1, -2};
     const int own = engine().OwnThread();
     if (own == 0) SharedWorkUnits<C>(shared)[slot].work = work;
@@ -130,7 +129,7 @@ struct PipelineProducer {
 
   // Starts the copies of the next step, if there is one, and ends their group.
   __device__ __forceinline__ void CopyStep(int stage, bool has_weights = false) {
-    if constexpr (C::kClaims) claims.Advance(SharedClaim<C>(shared));
+    if constexpr (C::kTakesWork) taker.Advance(SharedTaken<C>(shared));
     if (steps == 0) Next();
     if (steps > 0) {
       const auto place = engine().Place(stage);
@@ -138,8 +137,8 @@ struct PipelineProducer {
       engine().CopyRows(place);
       k -= kStepK;
       --steps;
-      if constexpr (C::kClaims) {
-        if (steps <= 1) claims.Ask(p.schedule.ready);
+      if constexpr (C::kTakesWork) {
+        if (steps <= 1) taker.Ask(p.schedule.ready);
       }
     }
     CommitCopies();
@@ -165,7 +164,7 @@ struct PipelineConsumer {
 
   // Stores a partial sum; or adds the partial sums of other blocks, and stores the outputs.
   __device__ __forceinline__ void Finish(const WorkUnit& work) {
-    if constexpr (!C::kClaims) {  // claimed tiles are whole
+    if constexpr (!C::kTakesWork) {  // taken tiles are whole
       if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
       if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
     }
@@ -177,9 +176,9 @@ struct PipelineConsumer {
 template <typename C, typename Producer, typename MakeConsumer>
 __device__ __forceinline__ void RunPipeline(const ExpertGemm& p, uint8_t* shared,
                                             Producer& producer, const MakeConsumer& make_consumer) {
-  // If the plan is older than the preceding kernel, copies of weights need not wait for that
+  // If the plan is unchanged since the previous kernel, copies of weights need not wait for that
   // kernel.
-  const int copied = p.plan_is_older ? producer.CopyFirstWeights() : 0;
+  const int copied = p.plan_is_unchanged ? producer.CopyFirstWeights() : 0;
   WaitForPrecedingKernel();
   StartNextKernel();
 #pragma unroll 1
@@ -215,7 +214,7 @@ __device__ __forceinline__ void RunPipeline(const ExpertGemm& p, uint8_t* shared
 struct PipelineVariant {
   int64_t max_mean_rows;
   int32_t rows, tiles, step_tiles, blocks_per_sm, shared_bytes, partial_sum_bytes;
-  bool claims;
+  bool takes_work;
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
@@ -230,7 +229,7 @@ constexpr PipelineVariant MakePipelineVariant(int64_t max_mean_rows,
           C::kBlocksPerSm,
           C::kSharedBytes,
           C::kPartialSumFloats * 4,
-          C::kClaims,
+          C::kTakesWork,
           launch};
 }
 
@@ -272,7 +271,7 @@ inline GemmPlan PlanVariant(const PipelineVariant& variant, int32_t min_cost) {
   const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
   return {{variant.rows, min_cost}, variant.tiles,
           variant.step_tiles,       static_cast<int32_t>(std::min(blocks, most)),
-          variant.claims,           variant.launch};
+          variant.takes_work,       variant.launch};
 }
 
 }  // namespace nvfp4

@@ -97,7 +97,7 @@ inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& bu
   up.schedule = MakeTileSchedule(plan, up, tables.starts[0], tables.ready[0]);
 
   ExpertGemm down = up;
-  down.plan_is_older = true;
+  down.plan_is_unchanged = true;
   down.left = {activated, nullptr, 1, static_cast<int32_t>(chunk.slots), nullptr, nullptr};
   down.weight = buffers.down;
   down.bias_rows = up.k;

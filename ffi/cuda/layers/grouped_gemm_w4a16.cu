@@ -92,7 +92,7 @@ cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
   gemm.parts = static_cast<int32_t>(call.shape.parts);
   gemm.k = static_cast<int32_t>(call.shape.k);
   gemm.output = {buffers.y, call.type, nullptr};
-  gemm.plan_is_older = call.weight_is_older;
+  gemm.plan_is_unchanged = call.weight_is_unchanged;
   if (IsLinearSm90(call)) return LaunchLinearSm90(stream, gemm, call.shape.m);
   if (IsLinearRow(call)) return LaunchLinearRow(stream, gemm, buffers.norm, call.starts_next);
   return LaunchLinearFew(stream, gemm, call.shape.m, cut);

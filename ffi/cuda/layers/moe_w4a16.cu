@@ -125,10 +125,10 @@ cudaError_t LaunchFew(cudaStream_t stream, const MoECall& call, const TokenChunk
   }
   const auto slots = static_cast<int32_t>(chunk.slots), e = static_cast<int32_t>(call.shape.e);
   const FewSlots last = {chunk.expert_ids, slots, e, {}, 0, 0};
-  const bool row_is_older = call.x_is_older && call.shape.t == 1;
+  const bool row_is_unchanged = call.x_is_unchanged && call.shape.t == 1;
   const FewSlots first = {chunk.expert_ids, slots,          e,
                           down.weight,      down.m_tiles(), (down.k + kTileK - 1) / kTileK,
-                          row_is_older};
+                          row_is_unchanged};
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchExpertGemmFew(stream, up, first));
   return LaunchCombinedGemmFew(stream, down, last, MakeCombineTokens(call, chunk));
 }

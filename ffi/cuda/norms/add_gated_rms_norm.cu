@@ -9,7 +9,7 @@
 //   y = weight * sum / sqrt(mean(sum^2) + eps)            over each row
 //
 // Shared experts end like this: `routed` is the result of the routed experts, and z that of the
-// shared ones. The kernel also waits for both branches of the chain.
+// shared ones. The kernel also waits for both streams of the chain.
 //
 // Bottleneck: latency. One block handles a row, with pieces as in norm_pieces.cuh. All loads but
 // those of a long gate are in flight before the first is used.

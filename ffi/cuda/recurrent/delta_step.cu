@@ -23,7 +23,7 @@
 // convolution hides behind them. While the preceding kernel still runs, the state comes into the L2
 // cache.
 //
-// In a chain, all but the token is older than the preceding kernel. If each block has a
+// In a chain, all but the token is unchanged since the previous kernel. If each block has a
 // multiprocessor of its own, it then loads the state into registers before it waits, and computes
 // once with a token of zeros. On an H200, a step of Qwen3.6-35B-A3B's sizes then ended 4.7 us after
 // the projection ahead of it, instead of 8.1.
@@ -126,7 +126,7 @@ __device__ __forceinline__ float ChannelDecay(const DeltaStepCall& c, const Delt
 // `kFull` says that d and e are kMaxWidth. The addresses of a thread are then a constant apart, and
 // two blocks fit into a multiprocessor. `kChannels` stands for `channel_decays`. `writes_keys` says
 // that this kernel also writes the past inputs of queries and keys. `kEarly` says that all but the
-// token is older than the preceding kernel, and that a block may have all registers.
+// token is unchanged since the previous kernel, and that a block may have all registers.
 template <typename T, bool kFull, bool kChannels, bool kEarly>
 __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
     DeltaStep(const DeltaStepCall call, const Places places, const DeltaStepBuffers p,
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
   Window<T> windows[2] = {};
   float weight = 0.0f;
   bool present = false;
-  // Loads all that may be older than the preceding kernel.
-  const auto load_older = [&] {
+  // Loads all that may be unchanged since the previous kernel.
+  const auto load_unchanged = [&] {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int line = group + i * groups;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
     present = p.positions[row] < kPaddingPosition;
   };
   if constexpr (kEarly) {
-    load_older();
+    load_unchanged();
   } else {
     each_channel([&](int own, int) { PrefetchWindow(convolution, channels[own].convolved); });
     PrefetchLines(state - thread, c.d * lanes * 16, thread, kThreads);
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
       WaitForPrecedingKernel();
       StartNextKernel();
       // All loads are issued before the first of them is used.
-      if constexpr (!kEarly) load_older();
+      if constexpr (!kEarly) load_unchanged();
       const T* projected = static_cast<const T*>(p.projected) + row * places.row;
       each_channel(
           [&](int own, int) { windows[own].inputs[0] = projected[channels[own].projected]; });
@@ -376,7 +376,7 @@ cudaError_t LaunchDeltaStepOf(cudaStream_t stream, const DeltaStepCall& c,
                               const DeltaStepBuffers& p) {
   const bool full = c.d == kMaxWidth && c.e == kMaxWidth;
   if (!full) return LaunchDeltaStepAs<T, false, kChannels, false>(stream, c, p);
-  const bool early = c.state_is_older && MayOverlap(DeltaStep<T, true, kChannels, true>) &&
+  const bool early = c.state_is_unchanged && MayOverlap(DeltaStep<T, true, kChannels, true>) &&
                      c.b * c.key_heads * c.shared <= MultiprocessorCount();
   return early ? LaunchDeltaStepAs<T, true, kChannels, true>(stream, c, p)
                : LaunchDeltaStepAs<T, true, kChannels, false>(stream, c, p);

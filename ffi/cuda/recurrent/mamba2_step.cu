@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
   Window<T> windows[2] = {};
   float biases[2] = {};
   bool present = false;
-  // Loads all that may be older than the preceding kernel.
-  const auto load_older = [&] {
+  // Loads all that may be unchanged since the previous kernel.
+  const auto load_unchanged = [&] {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
     present = p.positions[row] < kPaddingPosition;
   };
   if constexpr (kEarly) {
-    load_older();
+    load_unchanged();
   } else {
     each_channel([&](int own, int) { PrefetchWindow(convolution, channels[own]); });
     PrefetchLines(state - thread, c.p * lanes * 16, thread, kThreads);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
       WaitForPrecedingKernel();
       StartNextKernel();
       // All loads are issued before the first of them is used.
-      if constexpr (!kEarly) load_older();
+      if constexpr (!kEarly) load_unchanged();
       const T* projected = static_cast<const T*>(p.projected) + row * sizes.row;
       each_channel(
           [&](int own, int) { windows[own].inputs[0] = projected[sizes.inner + channels[own]]; });
@@ -229,7 +229,7 @@ cudaError_t LaunchMamba2StepOf(cudaStream_t stream, const Mamba2StepCall& c,
   constexpr int kUsualRows = kUsualP * kUsualN / 4 / kThreads;
   constexpr int kMostRows = kMaxWidth * kMaxWidth / 4 / kThreads;
   const bool usual = c.p == kUsualP && c.n == kUsualN;
-  const bool early = c.state_is_older && MayOverlap(Mamba2Step<T, true, kUsualRows, true>) &&
+  const bool early = c.state_is_unchanged && MayOverlap(Mamba2Step<T, true, kUsualRows, true>) &&
                      c.b * c.heads <= MultiprocessorCount();
   const auto kernel = !usual  ? Mamba2Step<T, false, kMostRows, false>
                       : early ? Mamba2Step<T, true, kUsualRows, true>

@@ -36,7 +36,7 @@ __device__ __forceinline__ float SumOfWarp(float value) {
 }
 
 // The newest inputs of a convolution that a thread holds in registers. A convolution with more taps
-// reads the older inputs one after the other.
+// reads the earlier inputs one after the other.
 constexpr int kWindow = 4;
 
 // A short causal convolution for the tokens of one row. Each channel has `taps` - 1 past inputs,

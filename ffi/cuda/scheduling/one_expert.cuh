@@ -19,13 +19,13 @@ inline EqualTiles ScheduleOneExpert(int32_t rows, const TileRule& rule,
 }
 
 // Gives all `rows` rows of `gemm` to one expert. If output tiles are split, the flags of the
-// partial sums are zeroed, and if they are claimed, the number of claims. That is not a kernel.
+// partial sums are zeroed, and if blocks take tiles, their number. That is not a kernel.
 inline cudaError_t PlanOneExpert(cudaStream_t stream, int64_t rows, ExpertGemm* gemm) {
   TileSchedule* schedule = &gemm->schedule;
   gemm->rows.only_rows = static_cast<int32_t>(rows);
   schedule->equal = ScheduleOneExpert(gemm->rows.only_rows, gemm->rule, *schedule);
   const bool split = schedule->equal.first < schedule->equal.output_tiles;
-  if (!split && !schedule->claimed) return cudaSuccess;
+  if (!split && !schedule->taken) return cudaSuccess;
   return LaunchZeros(stream, schedule->ready, int64_t{4} * schedule->ready_count());
 }
 

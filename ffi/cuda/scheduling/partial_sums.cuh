@@ -12,7 +12,7 @@
 // block. Each group of a block has its own flag, so that a block has at most kReadyFlags groups.
 //
 // Needs: all blocks of the launch run at the same time, or start in their order while there is room
-// for all blocks of an output tile. Beside the kernels of a branch, only the latter holds;
+// for all blocks of an output tile. In parallel with the kernels of a fork, only the latter holds;
 // call_chain.py (_may_block) keeps two kernels apart that could take each other's room.
 #pragma once
 

@@ -209,7 +209,7 @@ __device__ __forceinline__ WorkStart FindStart(const TileSchedule& schedule, con
 __device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const PlanTables& tables,
                                                int experts) {
   const int product = threadIdx.x < kPlanThreads / 2 ? 0 : 1;
-  if (product >= plan.schedules.count || plan.schedules.schedule[0].claimed) return;
+  if (product >= plan.schedules.count || plan.schedules.schedule[0].taken) return;
   // Do not index by `product`: the compiler would copy the plan to memory.
   const TileSchedule schedule =
       product == 0 ? plan.schedules.schedule[0] : plan.schedules.schedule[1];
@@ -229,12 +229,12 @@ __device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const P
   }
 }
 
-// If blocks claim tiles, fills the list of tiles with entries without rows, so that one load tells
-// a block what it has claimed and whether that exists. All threads of one block must call this
-// function.
+// If blocks take tiles one by one, fills the list of tiles with entries without rows, so that one
+// load tells a block what it has taken and whether that exists. All threads of one block must call
+// this function.
 __device__ __forceinline__ void EndTileList(const SchedulePlan& plan, const PlanTables& tables,
                                             const ExpertRows& rows) {
-  if (!plan.schedules.schedule[0].claimed) return;
+  if (!plan.schedules.schedule[0].taken) return;
 #pragma unroll 1
   for (int tile = tables.all.tiles + static_cast<int>(threadIdx.x); tile < rows.max_tiles;
        tile += kPlanThreads) {

@@ -12,7 +12,8 @@
 // A block that has no tile and no range exits early.
 //
 // Multiprocessors are not equally fast. A schedule may therefore leave open which block computes
-// what: blocks then claim one whole output tile after the other (claims.cuh), and no tile is split.
+// what: blocks then take one whole output tile after the other (work_taker.cuh), and no tile is
+// split.
 //
 // plan_schedule.cuh writes the ranges on the device, as part of sorting rows by expert. If one
 // expert owns all rows, the host knows everything about the schedule, and no kernel has to write it
@@ -75,7 +76,7 @@ struct EqualTiles {
 // The schedule of one GEMM. Output tiles before Start(0).output_tile are data-parallel. Of the
 // other tiles, block b computes those from Start(b) to Start(b + 1). `ready` has kReadyFlags flags
 // for each block. They are zeroed when the schedule is planned, and the GEMM raises them when it
-// has stored a partial sum. If tiles are claimed, `ready` has the number of claims instead.
+// has stored a partial sum. If blocks take tiles, `ready` has the number of taken tiles instead.
 struct TileSchedule {
   int32_t blocks;
   int32_t k_steps;
@@ -83,7 +84,7 @@ struct TileSchedule {
   WorkStart* starts;  // [blocks + 1], if equal.tile_cost is 0
   int32_t* ready;     // [ready_count()]
   EqualTiles equal;
-  bool claimed;  // whether blocks claim tiles; `starts` and `equal` are not used then
+  bool taken;  // whether blocks take tiles one by one; `starts` and `equal` are not used then
 
   NVFP4_HOST_DEVICE int32_t ready_count() const;
 
@@ -106,7 +107,7 @@ struct TileSchedules {
 constexpr int kReadyFlags = 8;  // flags of a block: one for each of its warpgroups
 
 NVFP4_HOST_DEVICE int32_t TileSchedule::ready_count() const {
-  return claimed ? 1 : kReadyFlags * blocks;
+  return taken ? 1 : kReadyFlags * blocks;
 }
 
 // A work unit: the steps from `begin` to `end` of one output tile.

@@ -13,7 +13,7 @@ class _DenseFewCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
         *((name, ctypes.c_int) for name in ("type", "weight_type", "output_type")),
         *((name, ctypes.c_int64) for name in ("row_scales", "scale_groups", "bias_size")),
-        ("weight_is_older", ctypes.c_bool),
+        ("weight_is_unchanged", ctypes.c_bool),
     ]
 
 

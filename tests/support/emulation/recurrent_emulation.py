@@ -32,7 +32,7 @@ class _DeltaStepCall(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("channel_decays", ctypes.c_bool),
         ("lower_bound", ctypes.c_float),
-        ("state_is_older", ctypes.c_bool),
+        ("state_is_unchanged", ctypes.c_bool),
     ]
 
 
@@ -45,7 +45,7 @@ class _Mamba2StepCall(ctypes.Structure):
         ("smallest_step", ctypes.c_float),
         ("largest_step", ctypes.c_float),
         ("eps", ctypes.c_float),
-        ("state_is_older", ctypes.c_bool),
+        ("state_is_unchanged", ctypes.c_bool),
     ]
 
 
@@ -195,7 +195,7 @@ def _delta_step(library, call, tokens, inputs, state, weights):
     names = ("conv_weight", "A_log", "dt_bias", "norm")
     operands = [*tokens[:2], *(weights[name] for name in names), *tokens[2:]]
     y = np.empty((call.b, 1, call.key_heads * call.shared * call.e), inputs.dtype)
-    multiprocessors = _LARGE if call.state_is_older else 1
+    multiprocessors = _LARGE if call.state_is_unchanged else 1
     return _run(library, bound, operands, [y], 0, multiprocessors, in_place=(inputs, state))
 
 

@@ -1,6 +1,6 @@
 // Prints what CallChain (call_chain.h) does for calls with flags.
-//   chain_branches PLATFORM FLAGS...
-// PLATFORM is "branches", or "plain" for a platform that runs calls in order. FLAGS are those of
+//   chain_forks PLATFORM FLAGS...
+// PLATFORM is "forks", or "plain" for a platform that runs calls in order. FLAGS are those of
 // one call after the other; "!" behind them makes the call fail, and "?" makes it ignore the work
 // that the call before has left to it. With "%" the call runs, and leaves the rest of its work.
 // Prints one word for each hook, what was left to each call, its stream, and the error at the end.
@@ -31,7 +31,7 @@ void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 XLA_FFI_Error* Ignore(XLA_FFI_CallFrame*) { return nullptr; }
 
 XLA_FFI_Error* Succeed(XLA_FFI_CallFrame* frame) {
-  if (running_chain.defers) {
+  if (running_chain.fuses) {
     running_chain.work = std::string("both");
     return nullptr;
   }
@@ -52,7 +52,7 @@ XLA_FFI_Error* RunInPart(XLA_FFI_CallFrame*) {
 
 XLA_FFI_Error* Fail(XLA_FFI_CallFrame*) { return new XLA_FFI_Error{"failed"}; }
 
-class Printer final : public ChainBranches {
+class Printer final : public ChainForks {
  public:
   XLA_FFI_Error* Fork() override { return Print("fork"); }
   XLA_FFI_Error* Begin() override { return Print("begin"); }
@@ -105,8 +105,8 @@ int main(int count, char** arguments) {
   frame.attrs.types = types.data();
   frame.attrs.attrs = values.data();
   Printer printer;
-  const bool branches = std::string(arguments[1]) == "branches";
-  XLA_FFI_Error* error = RunCallChain(&frame, handlers, branches ? &printer : nullptr);
+  const bool forks = std::string(arguments[1]) == "forks";
+  XLA_FFI_Error* error = RunCallChain(&frame, handlers, forks ? &printer : nullptr);
   std::printf("%s\n", error == nullptr ? "done" : error->message.c_str());
   delete error;
 }

@@ -1,4 +1,4 @@
-// Claims: blocks of a GEMM take its output tiles one by one (tile_scheduler.cuh), so that a fast
+// Blocks of a GEMM take its output tiles one by one (tile_scheduler.cuh), so that a fast
 // multiprocessor computes more of them than a slow one. No block waits for another one, and the
 // bits of an output do not depend on the block that computes it.
 //
@@ -7,31 +7,31 @@
 // multiprocessor are not served alike. Of three blocks with eight warps each, the first took 11 us
 // for a tile of Qwen3-30B-A3B, the second 15, and the third 30.
 //
-// A claim is an addition to a counter in memory, which takes as long as a third of a step. One
-// thread therefore asks for the next claim when the last steps of a tile are copied, and leaves it
-// in shared memory for the others a step later. The first tile of a block needs no claim.
+// To take a tile is to add to a counter in memory, which takes as long as a third of a step. One
+// thread therefore asks for the next number when the last steps of a tile are copied, and leaves it
+// in shared memory for the others a step later. The first tile of a block needs no counter.
 #pragma once
 
 #include "cuda/scheduling/tile_scheduler.cuh"
 
 namespace nvfp4 {
 
-// The claims of a block. All threads of the block call all functions. `counter` is in global
-// memory, and `place` has the next claim, in shared memory.
-struct Claims {
+// Takes work for a block. All threads of the block call all functions. `counter` is in global
+// memory, and `place` has the number that is taken next, in shared memory.
+struct WorkTaker {
   enum State { kNone, kAsked, kStored, kVisible };
 
   State state = kNone;
-  int32_t asked = 0;  // the next claim; of thread 0
+  int32_t asked = 0;  // the next number; of thread 0
 
-  // Asks for the next claim, unless there is one already.
+  // Asks for the next number, unless there is one already.
   __device__ __forceinline__ void Ask(int32_t* counter) {
     if (state != kNone) return;
     if (threadIdx.x == 0) asked = atomicAdd(counter, 1);
     state = kAsked;
   }
 
-  // Brings the next claim to all threads. A barrier must separate this call from the previous one.
+  // Brings the next number to all threads. A barrier must separate this call from the previous one.
   __device__ __forceinline__ void Advance(int32_t* place) {
     if (state == kStored) state = kVisible;
     if (state == kAsked) {
@@ -40,10 +40,10 @@ struct Claims {
     }
   }
 
-  // Returns the next claim: 0, 1, and so on, over all blocks.
+  // Returns the next number: 0, 1, and so on, over all blocks.
   __device__ __forceinline__ int32_t Take(int32_t* counter, int32_t* place) {
     if (state != kVisible) {
-      __syncthreads();  // all threads have taken the claim before
+      __syncthreads();  // all threads have read the number before
       Ask(counter);
       if (state == kAsked && threadIdx.x == 0) *place = asked;
       __syncthreads();
@@ -54,9 +54,9 @@ struct Claims {
 };
 
 // Finds the work unit of output tile `tile`. Returns false if there is no such tile.
-__device__ __forceinline__ bool FindClaimed(const ExpertRows& rows, const TileRule& rule,
-                                            const TileSchedule& schedule, int32_t tile,
-                                            WorkUnit* work) {
+__device__ __forceinline__ bool FindTaken(const ExpertRows& rows, const TileRule& rule,
+                                          const TileSchedule& schedule, int32_t tile,
+                                          WorkUnit* work) {
   const auto index = static_cast<int32_t>(static_cast<uint32_t>(tile) / schedule.m_blocks);
   if (rows.only_rows == 0) {
     if (index >= rows.max_tiles || rows.tiles[index].end == 0) return false;

@@ -1,11 +1,11 @@
-// The branches of a chain (call_chain.h) on a second stream, the side stream. Events order it:
+// The forks of a chain (call_chain.h) on a second stream, the side stream. Events order it:
 //
-//   main stream   ... norm | record forked | window ...        | wait for ended | sum ...
-//   side stream       wait for forked | branch | record ended
+//   main stream   ... norm | record forked | scope ...         | wait for ended | sum ...
+//   side stream       wait for forked | forked calls | record ended
 //
 // While XLA captures the main stream for a CUDA graph, the side stream joins the capture at its
-// first wait, and the branch becomes a branch of the graph.
-#include "cuda_branches.h"
+// first wait, and the fork becomes a branch of the graph.
+#include "cuda_forks.h"
 
 #include <cuda_runtime.h>
 
@@ -91,14 +91,14 @@ XLA_FFI_Error* GetSideStream(XLA_FFI_Stream_Get_Args* args) {
   return nullptr;
 }
 
-// The branches of one run of a chain. Handlers get their stream from the API of their frame and by
+// The forks of one run of a chain. Handlers get their stream from the API of their frame and by
 // no other way, so that an API with another stream moves a call.
-class CudaBranches final : public ChainBranches {
+class CudaForks final : public ChainForks {
  public:
-  explicit CudaBranches(const XLA_FFI_CallFrame& frame) : frame_(frame) {}
-  CudaBranches(const CudaBranches&) = delete;
-  CudaBranches& operator=(const CudaBranches&) = delete;
-  ~CudaBranches() {
+  explicit CudaForks(const XLA_FFI_CallFrame& frame) : frame_(frame) {}
+  CudaForks(const CudaForks&) = delete;
+  CudaForks& operator=(const CudaForks&) = delete;
+  ~CudaForks() {
     side_stream = nullptr;
     if (side_.ended != nullptr) Pool().Return(device_, side_);
   }
@@ -159,9 +159,9 @@ class CudaBranches final : public ChainBranches {
 
 }  // namespace
 
-XLA_FFI_Error* RunCudaChain(XLA_FFI_CallFrame* frame, const std::vector<NamedHandler>& handlers) {
-  CudaBranches branches(*frame);
-  return RunCallChain(frame, handlers, &branches);
+XLA_FFI_Error* RunForkedChain(XLA_FFI_CallFrame* frame, const std::vector<NamedHandler>& handlers) {
+  CudaForks forks(*frame);
+  return RunCallChain(frame, handlers, &forks);
 }
 
 }  // namespace nvfp4
