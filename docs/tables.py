@@ -8,6 +8,7 @@
 
 import collections
 import json
+import math
 import pathlib
 import re
 import sys
@@ -19,6 +20,7 @@ from jax_nvfp4_moe.checkpoint import config_keys
 from jax_nvfp4_moe.checkpoint.refused_formats import REFUSED_FORMATS
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
 from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
+from jax_nvfp4_moe.numerics.activations import ACTIVATIONS, ALIASES
 
 GUIDES = pathlib.Path(__file__).parent / "guides"
 _QUANTIZERS = ("nvidia-modelopt", "llmcompressor")
@@ -37,6 +39,20 @@ def families() -> str:
         names[title].append(f"`{name}`")
     rows = [f"| {title} | {', '.join(names[title])} |" for title in sorted(names, key=str.lower)]
     return "\n".join(["| family | `architectures` |", "|---|---|", *rows]) + "\n"
+
+
+def activations() -> str:
+    """Return the table of the activations between the two matrices of an expert."""
+    rows = []
+    for name, activation in ACTIVATIONS.items():
+        others = ", ".join(f"`{alias}`" for alias, meant in ALIASES.items() if meant == name)
+        order = "alternate" if activation.interleaved else "gate, then up"
+        numbers = {"alpha": activation.alpha, "beta": activation.beta, "limit": activation.limit}
+        usual = {"alpha": 1.0, "beta": 0.0, "limit": math.inf}
+        own = ", ".join(f"{key} {value:g}" for key, value in numbers.items() if value != usual[key])
+        rows.append(f"| `{name}` | {others} | {order if activation.gated else 'no gate'} | {own} |")
+    heading = "| `activation` | other names | rows of the first matrix | defaults |"
+    return "\n".join([heading, "|---|---|---|---|", *rows]) + "\n"
 
 
 def _reasons(heading: str, refused: Mapping[str, str]) -> str:
@@ -94,6 +110,7 @@ def _checkpoint(folder: pathlib.Path, measured: Mapping[str, float]) -> list[str
 
 # The name of a table in a guide -> what writes it.
 TABLES: Mapping[str, Callable[[], str]] = {
+    "activations": activations,
     "families": families,
     "refused_families": refused_families,
     "refused_formats": refused_formats,
