@@ -7,7 +7,7 @@ bfloat16 or float32, as ModelOpt's default configuration leaves them.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -304,7 +304,17 @@ class RandomWeights:
 
 
 def _source(name, make, scheme=None):
-    return Source(name, jax.eval_shape(make), lambda reader: make(), scheme)
+    return _Made(name, jax.eval_shape(make), scheme, make)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made(Source):
+    """A source of a value that is made here, in place of one that is read."""
+
+    make: Callable[[], Any] | None = None
+
+    def read(self, reader):
+        return self.make()
 
 
 def _normal(key, shape, dtype):

@@ -12,15 +12,18 @@
 Source: https://github.com/vllm-project/vllm, `maybe_remap_kv_scale_name` and `get_cache_scale`.
 """
 
+import functools
 import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.plan import FLOATS, Buffer, Planner, TensorSlice
+from jax_nvfp4_moe.checkpoint.finder import FLOATS, Finder
+from jax_nvfp4_moe.checkpoint.unread import Piece, Unread
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -47,23 +50,23 @@ def find_part(name: str) -> str | None:
     return found and next(filter(None, found.groups())).removesuffix("_b")
 
 
-class CacheScalePlanner:
-    """Plans the scales of attention modules, and finds those that nobody reads."""
+class CacheScaleFinder:
+    """Finds the scales of attention modules, and finds those that nobody reads."""
 
-    def __init__(self, planner: Planner, where: str):
-        """Make a planner.
+    def __init__(self, finder: Finder, where: str):
+        """Make a finder.
 
         Args:
-          planner: looks tensors up, and collects problems.
+          finder: looks tensors up, and collects problems.
           where: the checkpoint's folder, for messages.
         """
-        self._planner, self._where = planner, where
+        self._finder, self._where = finder, where
         self._asked: list[str] = []  # attention modules
         self._missing: list[str] = []
         self._doubled: list[tuple[str, str]] = []  # a scale that is used, and another one
 
-    def plan(self, prefix: str, heads: Mapping[str, int]) -> dict[str, Buffer]:
-        """Plan the scales of one attention module.
+    def find(self, prefix: str, heads: Mapping[str, int]) -> dict[str, Unread]:
+        """Find the scales of one attention module.
 
         A module that has a scale for its keys or its values alone uses it for both, as vLLM does.
 
@@ -72,10 +75,10 @@ class CacheScalePlanner:
           heads: "k" or "v" -> the number of heads.
 
         Returns:
-          "k" or "v" -> a buffer float32 ``[heads]``. It has no slice if the file has no such scale.
+          "k" or "v" -> float32 ``[heads]``.
         """
         stored: dict[str, list[str]] = {part: [] for part in (*heads, _BOTH)}
-        names = self._planner.tensors.under(f"{prefix}.")
+        names = self._finder.tensors.under(f"{prefix}.")
         for name in sorted(names, key=lambda name: (-len(name), name)):
             rest = name.removeprefix(f"{prefix}.")
             part = None if rest.startswith(_INDEXER) else find_part(rest)
@@ -91,30 +94,29 @@ class CacheScalePlanner:
         if not known:
             self._missing.append(prefix)
         elif None in found.values():
-            self._planner.warn(
+            self._finder.warn(
                 "one cache scale",
                 prefix,
                 f"{quoted(prefix)}: the file stores {quoted(known[0])} alone as a scale of the KV "
                 "cache; it is used for keys and values, as vLLM does",
             )
         return {
-            part: self._buffer(found[part] or next(iter(known), None), count)
+            part: self._scale(prefix, part, found[part] or next(iter(known), None), count)
             for part, count in heads.items()
         }
 
-    def _buffer(self, name: str | None, heads: int) -> Buffer:
-        """Plan a scale for each head from one tensor, which has one number or one for each head."""
-        buffer = Buffer((heads,), _F32)
-        info = self._planner.find(name) if name else None
-        if name is None or info is None:
-            return buffer
-        shapes = [(), (1,), (heads,)]
-        if tuple(size for size in info.shape if size > 1) in ((), (heads,)):
-            shapes.append(info.shape)
-        taken = self._planner.take(name, FLOATS, *shapes)
-        single = taken is None or math.prod(taken.shape) == 1
-        buffer.slices.append(TensorSlice(name, shape=() if single else (heads,)))
-        return buffer
+    def _scale(self, prefix: str, part: str, name: str | None, heads: int) -> Unread:
+        """Return a scale for each head from one tensor, which has one number or one for each."""
+        stored = Unread((heads,), _F32)
+        info = self._finder.find(name) if name else None
+        if name is not None and info is not None:
+            shapes = [(), (1,), (heads,)]
+            if tuple(size for size in info.shape if size > 1) in ((), (heads,)):
+                shapes.append(info.shape)
+            taken = self._finder.take(name, FLOATS, *shapes)
+            single = taken is None or math.prod(taken.shape) == 1
+            stored.pieces.append(Piece(name, shape=() if single else (heads,)))
+        return Unread((heads,), _F32, decode=functools.partial(_read_scale, stored, prefix, part))
 
     def report(self, declared: str | None, scopes: Iterable[str], num_layers: int | None) -> None:
         """Log which modules have no scale, and which scales are not used and are not 1.
@@ -135,7 +137,7 @@ class CacheScalePlanner:
                 quoted(self._missing[0]),
             )
         for used, other in self._doubled:
-            self._planner.taken.add(other)
+            self._finder.taken.add(other)
             if not np.array_equal(self._read(used), self._read(other)):
                 log.warning(
                     "%s: the file stores two scales of the KV cache that differ: %s is used, and "
@@ -164,9 +166,9 @@ class CacheScalePlanner:
     def _unused(self, scopes: Sequence[str], num_layers) -> Iterator[tuple[str, str]]:
         """Yield the scales in the layers of the language model that were not asked for."""
         for scope in scopes:
-            for name in self._planner.tensors.under(f"{scope}." if scope else "model.layers."):
+            for name in self._finder.tensors.under(f"{scope}." if scope else "model.layers."):
                 layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
-                if name in self._planner.taken or layer is None:
+                if name in self._finder.taken or layer is None:
                     continue
                 part = find_part(name)
                 if part is not None and (num_layers is None or int(layer[1]) < num_layers):
@@ -183,7 +185,27 @@ class CacheScalePlanner:
 
     def _read(self, name) -> np.ndarray:
         """Return a small tensor of floats as float32; NaN, which equals nothing, for any other."""
-        info = self._planner.tensors.info(name)
+        info = self._finder.tensors.info(name)
         if info.dtype not in FLOATS or info.nbytes > _SMALL:
             return np.full(1, np.nan, _F32)
-        return self._planner.tensors.read(name).astype(_F32).reshape(-1)
+        return self._finder.tensors.read(name).astype(_F32).reshape(-1)
+
+
+def _read_scale(stored: Unread, prefix: str, part: str, reader: Any) -> np.ndarray:
+    """Read the scales with which an attention module stores its keys or values in FP8.
+
+    A scale that is missing, or not a positive finite number of normal size, becomes 1. Numbers
+    below the smallest normal float32 are 0 on many devices.
+    """
+    scale = reader.open(stored)[()]
+    if not stored.pieces:
+        scale[...] = 1
+    valid = np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny)
+    if not valid.all():
+        log.warning(
+            "%s: a scale of the KV cache (%s) is not a positive finite number of normal size and "
+            "becomes 1",
+            prefix,
+            part,
+        )
+    return np.where(valid, scale, np.float32(1))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming
-from jax_nvfp4_moe.checkpoint.plan import FLOATS, Planner
+from jax_nvfp4_moe.checkpoint.finder import FLOATS, Finder
 from jax_nvfp4_moe.checkpoint.safetensors import TensorInfo
 
 _SPLIT, _RAW = Naming("gate_proj", "up_proj", "down_proj"), Naming("w1", "w3", "w2")
@@ -34,7 +34,7 @@ KNOWN = (
 Change = tuple[str, TensorInfo]
 
 
-def settle_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> None:
+def settle_experts(finder: Finder, prefix: str, sizes: ExpertSizes) -> None:
     """Rename and divide the tensors of the experts `prefix`, if they have one of these forms.
 
     * ``w13_weight`` and ``w2_weight``, the names of vLLM: the rows of gate, then those of up.
@@ -47,32 +47,32 @@ def settle_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> None:
     order of gate and up where an architecture alternates their rows.
     """
     before = len(f"{prefix}.")
-    names = {name[before:]: name for name in planner.tensors.under(f"{prefix}.")}
+    names = {name[before:]: name for name in finder.tensors.under(f"{prefix}.")}
     stems = {stem for stem, form in _STACKED_AS.items() if any(map(form.fullmatch, names))}
     changes: dict[str, Sequence[Change]] = {}
     for rest, name in names.items():
-        made = list(_change(planner, sizes, names, stems, rest))
+        made = list(_change(finder, sizes, names, stems, rest))
         if made:
-            info = planner.tensors.info(name)
+            info = finder.tensors.info(name)
             head = info.name.removesuffix(rest) if info.name.endswith(rest) else f"{prefix}."
             changes[name] = [
                 (f"{prefix}.{new}", dataclasses.replace(part, name=head + new))
                 for new, part in made
             ]
-    planner.tensors.reform(changes)
+    finder.tensors.reform(changes)
 
 
-def _change(planner, sizes, names, stems, rest) -> Iterator[Change]:
+def _change(finder, sizes, names, stems, rest) -> Iterator[Change]:
     """Yield the tensors that one tensor becomes, with names below the experts' module.
 
     Args:
-      planner: knows the tensors of the file.
+      finder: knows the tensors of the file.
       sizes: those of the experts.
       names: the name of each tensor below the experts' module -> its name in the file.
       stems: the names of projections that the file stacks.
       rest: one of `names`.
     """
-    info = planner.tensors.info(names[rest])
+    info = finder.tensors.info(names[rest])
     each, stacked = _EACH.fullmatch(rest), _STACKED.fullmatch(rest)
     if each is not None and sizes.gated and not sizes.interleaved:
         expert, leaf = each.groups()
@@ -81,10 +81,10 @@ def _change(planner, sizes, names, stems, rest) -> Iterator[Change]:
     elif stacked is not None:
         stem, join, leaf = stacked.groups()
         parts = (stem, join or "", leaf or "")
-        yield from _change_stack(planner, sizes, names, stems, info, parts)
+        yield from _change_stack(finder, sizes, names, stems, info, parts)
 
 
-def _change_stack(planner, sizes, names, stems, info, parts) -> Iterator[Change]:
+def _change_stack(finder, sizes, names, stems, info, parts) -> Iterator[Change]:
     """Yield what one stack of all experts becomes, or nothing if it is known as it is."""
     stem, join, leaf = parts
     if sizes.interleaved and stem in ("w13", "w2"):
@@ -98,13 +98,13 @@ def _change_stack(planner, sizes, names, stems, info, parts) -> Iterator[Change]
     elif apart is not None and stem in dataclasses.astuple(apart):
         rows = [stem]
     else:
-        leaves = _packed_leaves(planner, names, stem)
+        leaves = _packed_leaves(finder, names, stem)
         new = f"{stem}.{leaves[leaf]}" if leaf in leaves else stem + join + leaf
         if (new, found) != (stem + join + leaf, info):
             yield new, found
         return
-    leaf = _packed_leaves(planner, names, stem).get(leaf, leaf)
-    leaf = leaf or ("weight" if info.dtype in FLOATS else planner.names.packed)
+    leaf = _packed_leaves(finder, names, stem).get(leaf, leaf)
+    leaf = leaf or ("weight" if info.dtype in FLOATS else finder.names.packed)
     for expert, whole in enumerate(_divide(found, sizes.num_experts)):
         for name, part in zip(rows, _divide(whole, len(rows), rows=True), strict=True):
             yield f"{expert}.{name}.{leaf}", part
@@ -115,20 +115,20 @@ def _rows(sizes: ExpertSizes) -> list[str]:
     return ["gate_proj", "up_proj"] if sizes.gated else ["up_proj"]
 
 
-def _packed_leaves(planner, names, stem) -> Mapping[str, str]:
+def _packed_leaves(finder, names, stem) -> Mapping[str, str]:
     """Return the names that a tool gives to the tensors of one stack -> those of its linears.
 
     compressed-tensors puts an ending after the name of a parameter. It is "weight" in a linear, and
     the name of the projection in a stack. In another format, it is not certain whether a scale of
     such a name divides.
     """
-    if f"{stem}_packed" not in names or not planner.names.divides:
+    if f"{stem}_packed" not in names or not finder.names.divides:
         return {}
     found = {
-        "packed": planner.names.packed,
-        "scale": planner.names.block_scale,
-        "global_scale": planner.names.weight_global,
-        "input_global_scale": planner.names.input_global,
+        "packed": finder.names.packed,
+        "scale": finder.names.block_scale,
+        "global_scale": finder.names.weight_global,
+        "input_global_scale": finder.names.input_global,
     }
     return {old: new for old, new in found.items() if f"{stem}_{old}" in names}
 
@@ -179,15 +179,15 @@ def _divide(info: TensorInfo, count: int, *, rows: bool = False) -> list[TensorI
     ]
 
 
-def has_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> bool:
+def has_experts(finder: Finder, prefix: str, sizes: ExpertSizes) -> bool:
     """Return whether the file has a known stack, or known projections of at least one expert."""
-    tensors = planner.tensors
+    tensors = finder.tensors
 
     def used(stem):
         return next(tensors.under(stem), None) is not None
 
     def stacked(stem):
-        packed = planner.names.packed
+        packed = finder.names.packed
         ends = ("", f".{packed}", f"_{packed}", ".weight", "_blocks")
         return any(f"{prefix}.{stem}{end}" in tensors for end in ends)
 
@@ -202,11 +202,11 @@ def has_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> bool:
     )
 
 
-def unknown_experts(planner: Planner, prefixes: Sequence[str]) -> list[str]:
+def unknown_experts(finder: Finder, prefixes: Sequence[str]) -> list[str]:
     """Return one sentence about layers whose experts have no known names, or nothing.
 
     Args:
-      planner: knows which tensors were taken. It receives those that the sentence names as taken,
+      finder: knows which tensors were taken. It receives those that the sentence names as taken,
         so that they are not named again.
       prefixes: the modules of the experts of these layers.
     """
@@ -214,10 +214,10 @@ def unknown_experts(planner: Planner, prefixes: Sequence[str]) -> list[str]:
         return []
     first, count = prefixes[0], len(prefixes) - 1
     others = f" and the experts of {count} more layers" if count else ""
-    inside = [name for prefix in prefixes for name in _left_over(planner, f"{prefix}.")]
-    beside = [name for prefix in prefixes for name in _left_over(planner, _block(prefix))]
+    inside = [name for prefix in prefixes for name in _left_over(finder, f"{prefix}.")]
+    beside = [name for prefix in prefixes for name in _left_over(finder, _block(prefix))]
     names = inside or beside
-    planner.taken.update(names)
+    finder.taken.update(names)
     patterns = list(dict.fromkeys(_pattern(name, prefixes) for name in names))
     listed = ", ".join(map(quoted, patterns[:_LISTED]))
     listed += f" and {len(patterns) - _LISTED} more" if len(patterns) > _LISTED else ""
@@ -247,6 +247,6 @@ def _pattern(name, prefixes) -> str:
     return _NUMBER.sub("E", name.removeprefix(inside)).removeprefix(".")
 
 
-def _left_over(planner, scope) -> list[str]:
-    """Return the names below `scope` that no plan has taken."""
-    return [name for name in planner.tensors.under(scope) if name not in planner.taken]
+def _left_over(finder, scope) -> list[str]:
+    """Return the names below `scope` that nobody has taken."""
+    return [name for name in finder.tensors.under(scope) if name not in finder.taken]

@@ -6,7 +6,7 @@ To support another naming of the projections, add a row to `PER_EXPERT`.
 import dataclasses
 import re
 
-from jax_nvfp4_moe.checkpoint.plan import FLOATS, Buffer, Planner, TensorSlice
+from jax_nvfp4_moe.checkpoint.finder import Finder
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 
 # Published files of Step-3.7 have one tensor for each projection of all experts.
@@ -77,7 +77,7 @@ class Requests:
     experts: dict[str, ExpertSizes] = dataclasses.field(default_factory=dict)
 
 
-def find_naming(planner: Planner, prefix: str, sizes: ExpertSizes) -> Naming | None:
+def find_naming(finder: Finder, prefix: str, sizes: ExpertSizes) -> Naming | None:
     """Return the naming that the file uses.
 
     Returns:
@@ -86,7 +86,7 @@ def find_naming(planner: Planner, prefix: str, sizes: ExpertSizes) -> Naming | N
     """
 
     def used(stem):
-        return next(planner.tensors.under(stem), None) is not None
+        return next(finder.tensors.under(stem), None) is not None
 
     for naming in PER_EXPERT:
         if any(used(f"{prefix}.{e}.{naming.down}.") for e in range(sizes.num_experts)):
@@ -112,71 +112,3 @@ def stacks_apart(tensors: Tensors) -> dict[str, list[str]]:
             experts = range(shape[0])
             found[name] = [f"{block}.experts.{e}.{projection}.{leaf}" for e in experts]
     return found
-
-
-def first_projection(prefix: str, sizes: ExpertSizes) -> str:
-    """Return the name of the first product's tensor in a file that stacks experts."""
-    return f"{prefix}.gate_up_proj" if sizes.gated else f"{prefix}.up_proj"
-
-
-def plan_stacked_bias(
-    planner: Planner, stem: str, bias: Buffer | None, alternate: int | None
-) -> None:
-    """Plan the bias ``[e, n]`` of one projection of all experts, if the model has one.
-
-    Args:
-      planner: looks tensors up, and collects problems.
-      stem: the name of the projection.
-      bias: the buffer; None if the model has no bias.
-      alternate: as for `stack`.
-    """
-    if bias is None:
-        return
-    name = f"{stem}.bias" if f"{stem}.bias" in planner.tensors else f"{stem}_bias"
-    planner.take(name, FLOATS, bias.shape)
-    bias.slices += stack(name, bias.shape[0], False, alternate)
-
-
-def stack(name: str, e: int, swapped: bool, alternate: int | None) -> list[TensorSlice]:
-    """Return the slices that fill a buffer ``[e, n, ...]`` from one tensor of all `e` experts.
-
-    The slices put the gate rows before the up rows, and the outputs before the inputs.
-
-    Args:
-      name: the name of the tensor.
-      e: the number of experts.
-      swapped: whether the tensor is ``[e, ..., n]``.
-      alternate: the number of gate rows if gate and up rows alternate. None if they do not.
-    """
-    every = slice(None)
-    rows = [(every, every)]
-    if alternate is not None:
-        halves = slice(0, alternate), slice(alternate, 2 * alternate)
-        rows = [(half, slice(first, None, 2)) for first, half in enumerate(halves)]
-    elif not swapped:
-        return [TensorSlice(name)]
-    if not swapped:
-        return [TensorSlice(name, (every, at), part=(every, part)) for at, part in rows]
-    return [
-        TensorSlice(name, (x, at), part=(x, every, part), swapped=True)
-        for x in range(e)
-        for at, part in rows
-    ]
-
-
-def packed_name(planner: Planner, stem: str) -> tuple[str, str]:
-    """Find the tensor that holds the weights of one projection of all experts.
-
-    Returns:
-      The name of the tensor, and the text between `stem` and the names of its scales.
-    """
-    packed = planner.names.packed
-    for name, join in (
-        (stem, "_"),
-        (f"{stem}.{packed}", "."),
-        (f"{stem}_{packed}", "_"),
-        (f"{stem}.weight", "."),
-    ):
-        if name in planner.tensors:
-            return name, join
-    return stem, "_"

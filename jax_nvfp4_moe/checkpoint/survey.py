@@ -1,6 +1,6 @@
 """Survey a checkpoint that is refused: find the modules that can be read all the same.
 
-The survey knows no architecture. It takes the modules and their sizes from the headers, and plans
+The survey knows no architecture. It takes the modules and their sizes from the headers, and finds
 each of them as a load would. No value is read.
 """
 
@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, find_naming, packed_name
-from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
+from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, find_naming
+from jax_nvfp4_moe.checkpoint.experts import find_experts
+from jax_nvfp4_moe.checkpoint.finder import FLOATS, INTEGERS, Finder
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config, read_num_layers
-from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_linear
 from jax_nvfp4_moe.checkpoint.key_mapping import canonical_names, find_key_mapping
-from jax_nvfp4_moe.checkpoint.plan import FLOATS, INTEGERS, Planner
+from jax_nvfp4_moe.checkpoint.projections import packed_name
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, open_tensors
 from jax_nvfp4_moe.checkpoint.unexpected_keys import known_extra
+from jax_nvfp4_moe.checkpoint.weights import find_linear
+from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.scheme import Scheme
 
 _EXPERTS = re.compile(r"(?:^|.*?\.)experts(?=\.)")
@@ -90,38 +92,38 @@ def survey_checkpoint(path: str | pathlib.Path) -> Survey:
         renamed = canonical_names(tensors.names(), mapping, ambiguous)
         if not ambiguous:
             tensors.rename(renamed)
-        planner = Planner(tensors, quant, "optional")
-        surveyor = _Surveyor(planner, refused[0] if refused else "", read_num_layers(config))
+        finder = Finder(tensors, quant, "optional")
+        surveyor = _Surveyor(finder, refused[0] if refused else "", read_num_layers(config))
         modules = tuple(surveyor.modules())
     reasons = [module.reason for module in modules if module.verdict == "refused"]
     return Survey(config, quant, modules, tuple(dict.fromkeys([*refused, *ambiguous, *reasons])))
 
 
 class _Surveyor:
-    """Plans the modules of a file one by one.
+    """Finds the modules of a file one by one.
 
     Args:
-      planner: plans modules; its problems become the reasons of the module that it plans.
+      finder: looks tensors up; its problems become the reasons of the module that is looked up.
       refused: why the quantization config is refused; "" if it is not.
       num_layers: the number of layers in the config, or None.
     """
 
-    def __init__(self, planner: Planner, refused: str, num_layers: int | None):
-        self._planner = planner
+    def __init__(self, finder: Finder, refused: str, num_layers: int | None):
+        self._finder = finder
         self._refused = refused
         self._num_layers = num_layers
 
     def modules(self) -> Iterator[SurveyedModule]:
         """Yield all modules of the file."""
         groups: dict[str, list[str]] = {}
-        for name in sorted(self._planner.tensors.names()):
+        for name in sorted(self._finder.tensors.names()):
             experts = _EXPERTS.match(name)
             groups.setdefault(experts[0] if experts else name.rpartition(".")[0], []).append(name)
         for module, names in groups.items():
             yield self._module(module, names)
 
     def _module(self, module, names) -> SurveyedModule:
-        infos = [self._planner.tensors.info(name) for name in names]
+        infos = [self._finder.tensors.info(name) for name in names]
         stored = list(dict.fromkeys(STORED_TYPES[info.dtype].numpy.name for info in infos))
         facts = len(names), sum(info.nbytes for info in infos)
         extras = [known_extra(name, self._num_layers) for name in names]
@@ -129,87 +131,85 @@ class _Surveyor:
             return SurveyedModule(module, ", ".join(stored), *facts, "left out", extras[0])
         if all(info.dtype in _PLAIN for info in infos):
             return SurveyedModule(module, ", ".join(stored), *facts, "read")
-        before = len(self._planner.problems)
+        before = len(self._finder.problems)
         if self._refused:
-            self._planner.problems.append(self._refused)
+            self._finder.problems.append(self._refused)
             form = None
         else:
-            form = self._plan(module, names)
+            form = self._find(module, names)
             self._find_leftovers(names, extras)
-        problems = self._planner.problems[before:]
+        problems = self._finder.problems[before:]
         if problems:
             return SurveyedModule(module, ", ".join(stored), *facts, "refused", problems[0])
         return SurveyedModule(module, form or ", ".join(stored), *facts, "read")
 
-    def _plan(self, module, names) -> str | None:
-        """Plan a module with quantized weights, and return its format."""
-        planner = self._planner
+    def _find(self, module, names) -> str | None:
+        """Find a module with quantized weights, and return its format."""
+        finder = self._finder
         if _EXPERTS.match(f"{module}."):
-            sizes = _expert_sizes(planner, module, names)
+            sizes = _expert_sizes(finder, module, names)
             if sizes is None:
-                planner.problems.append(
+                finder.problems.append(
                     f"{quoted(module)}: the names of these experts are not known"
                 )
                 return None
-            plan = plan_experts(planner, module, sizes)
-            decision = planner.decisions.get(f"{module}.*")
+            found = find_experts(finder, module, sizes, None).value
+            decision = finder.decisions.get(f"{module}.*")
             scheme = decision and decision.scheme
-            return f"NVFP4 {scheme}" if isinstance(plan, ExpertPlan) else f"FP8 {scheme}"
-        info = planner.find(f"{module}.{planner.names.packed}") or planner.find(f"{module}.weight")
+            return f"NVFP4 {scheme}" if isinstance(found, MoEParams) else f"FP8 {scheme}"
+        info = finder.find(f"{module}.{finder.names.packed}") or finder.find(f"{module}.weight")
         if info is None or len(info.shape) != 2:
-            planner.problems.append(
-                f"{quoted(module)}: expected a matrix named weight or {planner.names.packed}, got "
+            finder.problems.append(
+                f"{quoted(module)}: expected a matrix named weight or {finder.names.packed}, got "
                 f"tensors {', '.join(name.rpartition('.')[2] for name in names)}"
             )
             return None
         n, k = info.shape[0], info.shape[1] * (2 if info.dtype in _TWO_CODES else 1)
-        asked = module, n, k, None, None
-        if plan_block_linear(planner, *asked) is None:
-            planner.linear(*asked)
-        scheme = planner.decisions[module].scheme
+        find_linear(finder, module, n, k, None, None)
+        scheme = finder.decisions[module].scheme
         return f"NVFP4 {scheme}" if isinstance(scheme, Scheme) else f"FP8 {scheme}"
 
     def _find_leftovers(self, names, extras):
-        """Add a problem for the tensors of a module that its plan does not use."""
+        """Add a problem for the tensors of a module that are not used."""
         left = [
             name
             for name, extra in zip(names, extras, strict=True)
-            if extra is None and name not in self._planner.taken
+            if extra is None and name not in self._finder.taken
         ]
         if left:
-            self._planner.problems.append(f"{quoted(left[0])} is not part of its module")
+            self._finder.problems.append(f"{quoted(left[0])} is not part of its module")
 
 
-def _expert_sizes(planner, prefix, names) -> ExpertSizes | None:
+def _expert_sizes(finder, prefix, names) -> ExpertSizes | None:
     """Return the sizes of a layer's experts by the headers; None if their names are not known."""
     numbers = {name.removeprefix(f"{prefix}.").partition(".")[0] for name in names}
     if not any(map(str.isdecimal, numbers)):
-        return _stacked_sizes(planner, prefix)
+        return _stacked_sizes(finder, prefix)
     e = len(numbers)
     if numbers != set(map(str, range(e))):
         return None
-    naming = find_naming(planner, prefix, ExpertSizes(e, 1, 1, True, False))
+    naming = find_naming(finder, prefix, ExpertSizes(e, 1, 1, True, False))
     if naming is None:
         return None
     first = f"{prefix}.0.{naming.down}"
-    down = planner.find(f"{first}.{planner.names.packed}") or planner.find(f"{first}.weight")
+    down = finder.find(f"{first}.{finder.names.packed}") or finder.find(f"{first}.weight")
     if down is None or len(down.shape) != 2:
         return None
     h, i = down.shape[0], down.shape[1] * (2 if down.dtype in _TWO_CODES else 1)
     gated = any(name.startswith(f"{prefix}.0.{naming.gate}.") for name in names)
-    return ExpertSizes(e, h, i, gated, f"{first}.bias" in planner.tensors)
+    return ExpertSizes(e, h, i, gated, f"{first}.bias" in finder.tensors)
 
 
-def _stacked_sizes(planner, prefix) -> ExpertSizes | None:
+def _stacked_sizes(finder, prefix) -> ExpertSizes | None:
     """Return the sizes of experts that one tensor holds."""
-    gated = any(planner.tensors.under(f"{prefix}.gate_up_proj"))
-    bias = any(name.endswith("bias") for name in planner.tensors.under(f"{prefix}.down_proj"))
-    blocks = planner.find(f"{prefix}.down_proj_blocks")
+    gated = any(finder.tensors.under(f"{prefix}.gate_up_proj"))
+    bias = any(name.endswith("bias") for name in finder.tensors.under(f"{prefix}.down_proj"))
+    blocks = finder.find(f"{prefix}.down_proj_blocks")
     if blocks is not None and len(blocks.shape) == 4:  # MXFP4 as in gpt-oss: 16 bytes for 32 codes
         e, h, count, _ = blocks.shape
         return ExpertSizes(e, h, 32 * count, gated, bias, interleaved=True)
     stems = f"{prefix}.gate_up_proj" if gated else f"{prefix}.up_proj", f"{prefix}.down_proj"
-    first, down = (planner.find(packed_name(planner, stem)[0]) for stem in stems)
+    first, down = (finder.find(packed_name(finder, stem)[0]) for stem in stems)
     if first is None or down is None or len(first.shape) != 3 or len(down.shape) != 3:
         return None
     codes = 2 if down.dtype in _TWO_CODES else 1

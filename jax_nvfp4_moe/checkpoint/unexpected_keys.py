@@ -9,9 +9,9 @@ from typing import Any
 
 from jax_nvfp4_moe.checkpoint.cache_scales import find_part
 from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.checkpoint.finder import Finder
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.key_mapping import CANONICAL, KeyMapping
-from jax_nvfp4_moe.checkpoint.plan import Planner
 
 _LAYER = re.compile(re.escape(CANONICAL) + r"layers\.(\d{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head."
@@ -42,7 +42,7 @@ _KNOWN_EXTRAS = tuple(
 
 
 def find_unexpected_keys(
-    planner: Planner,
+    finder: Finder,
     key_mapping: KeyMapping,
     only: Sequence[str],
     num_layers: int | None,
@@ -51,7 +51,7 @@ def find_unexpected_keys(
     """Yield a sentence for each tensor that nobody asked for in a module that is loaded.
 
     Args:
-      planner: knows the tensors that were asked for. It receives notes about tensors that are left
+      finder: knows the tensors that were asked for. It receives notes about tensors that are left
         out, and warnings about those that the config gives no reason to leave out.
       key_mapping: how the file spells the names of the language model's tensors.
       only: the modules to search. An empty sequence searches the whole checkpoint.
@@ -59,14 +59,14 @@ def find_unexpected_keys(
       drafting: the number of layers after those that predict further tokens.
     """
     scopes = [f"{module}." for module in only] or [""]
-    loaded = {name.split(".")[0] for name in planner.taken}
-    for name in (name for scope in scopes for name in planner.tensors.under(scope)):
-        if name in planner.taken:
+    loaded = {name.split(".")[0] for name in finder.taken}
+    for name in (name for scope in scopes for name in finder.tensors.under(scope)):
+        if name in finder.taken:
             continue
-        info = planner.tensors.info(name)
+        info = finder.tensors.info(name)
         extra = known_extra(name, num_layers)
         beside = name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
-        if extra is None and beside and _may_be_head(planner, info):
+        if extra is None and beside and _may_be_head(finder, info):
             yield (
                 f"{quoted(info.name)} ({quoted(info.file)}): {info} has the shape of an output "
                 "head, but the name is not known; expected lm_head.weight"
@@ -77,20 +77,20 @@ def find_unexpected_keys(
         if extra is None:
             yield f"{quoted(info.name)} ({quoted(info.file)}): {info} is not part of the model"
         elif num_layers is not None and _own_layer(name) >= num_layers + drafting:
-            planner.warn(
+            finder.warn(
                 "layers left out",
                 f"layers.{_own_layer(name)}",
                 f"{quoted(info.name)} is left out: it belongs to the {extra}, and to none of the "
                 f"{drafting} drafting layers ({_DRAFTING[0]})",
             )
         else:
-            planner.note(f"tensors left out: {extra}")
+            finder.note(f"tensors left out: {extra}")
 
 
-def _may_be_head(planner, info) -> bool:
+def _may_be_head(finder, info) -> bool:
     """Return whether a tensor may be an output head, which has no other tensor in the file."""
-    embedding = planner.find(_EMBEDDING)
-    asked = _EMBEDDING in planner.taken and next(planner.tensors.under(_HEAD), None) is None
+    embedding = finder.find(_EMBEDDING)
+    asked = _EMBEDDING in finder.taken and next(finder.tensors.under(_HEAD), None) is None
     return asked and embedding is not None and info.shape == embedding.shape
 
 

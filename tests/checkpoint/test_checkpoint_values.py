@@ -27,7 +27,6 @@ from support.files.checkpoint_edits import (
 
 import jax_nvfp4_moe
 from jax_nvfp4_moe.checkpoint import CheckpointError, DenseExperts, LoadOptions, open_checkpoint
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
 
@@ -389,9 +388,7 @@ def test_dense_experts_for_the_quantizer(tmp_path):
     for tensors in (each, fused | biases, swapped | biases):
         write_safetensors(tmp_path / "model.safetensors", tensors)
         with open_checkpoint(tmp_path) as checkpoint:
-            experts = load(
-                checkpoint, lambda w: w.dense_experts("x", ExpertSizes(3, 48, 32, True, True))
-            ).params
+            experts = load(checkpoint, lambda w: w.experts("x", 3, 48, 32, bias=True)).params
         np.testing.assert_array_equal(experts.gate_up, gate_up)
         np.testing.assert_array_equal(experts.down, down)
         np.testing.assert_array_equal(experts.gate_up_bias, bias[0])
@@ -399,9 +396,7 @@ def test_dense_experts_for_the_quantizer(tmp_path):
         assert experts.down.dtype == ml_dtypes.bfloat16
     square = {"x.gate_up_proj": gate_up[:, :48], "x.down_proj": down}
     write_safetensors(tmp_path / "model.safetensors", square)
-    (problem, *_) = problems_of(
-        tmp_path, lambda w: w.dense_experts("x", ExpertSizes(3, 48, 24, True, False))
-    )
+    (problem, *_) = problems_of(tmp_path, lambda w: w.experts("x", 3, 48, 24))
     assert "may be [e, n, k] or [e, k, n], because n = 48 and k = 48 are equal" in problem
 
 

@@ -18,7 +18,6 @@ from support.models.architecture import (
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint import open_checkpoint
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.models import gpt_oss
 
@@ -121,7 +120,7 @@ def test_square_dense_stacks_lie_as_their_family_says(tmp_path):
     with open_checkpoint(tmp_path) as checkpoint:
         experts = load(
             checkpoint,
-            lambda w: w.dense_experts("x", ExpertSizes(3, 32, 16, True, False, True, True)),
+            lambda w: w.experts("x", 3, 32, 16, interleaved=True, inputs_first=True),
         ).params
     turned = np.swapaxes(gate_up, 1, 2)
     np.testing.assert_array_equal(experts.gate_up[:, :16], turned[:, 0::2])

@@ -77,10 +77,7 @@ def array(shape, dtype):
 
 
 def source(name, value, scheme=None):
-    def read(reader):
-        raise AssertionError("nothing is read")
-
-    return Source(name, value, read, scheme)
+    return Source(name, value, scheme)
 
 
 def make_model(layers, linears):

@@ -194,8 +194,8 @@ FAULTS = (
     Fault(
         "cache: scales of keys and values swapped",
         "WeightTable.cache_scales",
-        "scales = {name: reader",
-        "scales = {{'k': 'v', 'v': 'k'}[name]: reader",
+        "CacheScales(scales,",
+        "CacheScales({{'k': 'v', 'v': 'k'}[name]: one for name, one in scales.items()},",
         f"{LOGITS}[qwen3_moe-ct-w4a4-kv8]",
     ),
     Fault(
@@ -207,9 +207,9 @@ FAULTS = (
     ),
     Fault(
         "experts: scales of gate and up swapped",
-        "_plan_one",
-        "else (at[0], part)",
-        "else (at[0], 1 - part)",
+        "_scalar",
+        "(*one.at[:1], one.part)",
+        "(*one.at[:1], 1 - one.part)",
         "models/test_architectures.py::test_each_block_is_exact[qwen3_moe-modelopt-w4a4-faults]",
     ),
     Fault(
