@@ -24,6 +24,7 @@ SMOKE = (
     "tests/ops/test_norms.py",
     "tests/ops/test_gradient.py",
     "tests/nn/experts/test_moe.py",
+    "tests/nn/linear",
     "tests/nn/saving/test_saved_folder.py",
     "tests/checkpoint/test_patterns.py",
     "tests/models/test_default_dtype.py",

@@ -1,4 +1,4 @@
-"""Test that models on a mesh with an axis `data` shard their rows, and gather no tokens."""
+"""Test axes of meshes: the roles, refused meshes, and `data`, along which no token is gathered."""
 
 import functools
 
@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_block import block, weights
 from flax import nnx
-from given import CHECKPOINTS
-from host_devices import call, collectives, difference, make_mesh
+from given import CHECKPOINTS, EXAMPLE
+from host_devices import call, collectives, difference, make_mesh, tokens
+from jax.sharding import AxisType
 
-from jax_nvfp4_moe import NVFP4MoE, load_model
+from jax_nvfp4_moe import NVFP4MoE, load_model, load_moe
 from jax_nvfp4_moe.parallel import find_expert_mesh
 
 pytestmark = pytest.mark.eight_devices
@@ -74,3 +76,83 @@ def test_roles_of_axes():
     assert (mesh.rows(4), mesh.rows(3), mesh.rows(0)) == ("data", None, None)
     further = find_expert_mesh(make_mesh((2, 4), names=("expert", "mine")))
     assert (further.expert, further.tensor, further.data) == (2, 1, 1)
+
+
+def call_in_context(module):
+    with jax.set_mesh(make_mesh((8, 1), AxisType.Explicit)):
+        return call(module, tokens(8))
+
+
+# Each case has a call that is refused, and its message.
+REFUSALS = {
+    "experts": (
+        lambda: block()(mesh=make_mesh((3,), names=("expert",))),
+        "axis 'expert' of 3 does not divide num_experts = 16 .* 1, 2, 4, 8, 16",
+    ),
+    "blocks": (
+        lambda: block()(mesh=make_mesh((3,), names=("tensor",))),
+        "axis 'tensor' of 3 does not divide intermediate = 128 .* 16; .* 1, 2, 4, 8",
+    ),
+    "axes": (
+        lambda: block()(mesh=make_mesh((8,), names=("dp",))),
+        "mesh: expected at least one of the axes 'expert', 'tensor' .* got {'dp': 8}.* axis_names",
+    ),
+    "roles": (
+        lambda: block()(mesh=make_mesh((8,), names=("dp",)), axis_names={"batch": "dp"}),
+        "axis_names: expected keys among 'expert', 'tensor' and 'data', got 'batch'",
+    ),
+    "names": (
+        lambda: block()(mesh=make_mesh((8,), names=("dp",)), axis_names={"data": "ep"}),
+        "axis_names: expected names of axes of the mesh {'dp': 8}, got 'ep'",
+    ),
+    "one-axis-for-two-roles": (
+        lambda: block()(
+            mesh=make_mesh((8,), names=("dp",)), axis_names={"data": "dp", "expert": "dp"}
+        ),
+        "axis_names: expected another axis for each role",
+    ),
+    "type": (
+        lambda: block()(mesh=jax.devices()),
+        r"mesh: expected a jax.sharding.Mesh .* got list",
+    ),
+    "rows": (
+        lambda: block(scheme="w4a4_token_scale")(mesh=make_mesh((1, 2))),
+        "mesh: expected axis 'tensor' of 1 with w4a4_token_scale",
+    ),
+    "alternating": (
+        lambda: block(activation="swigluoai", params=weights())(mesh=make_mesh((1, 2))),
+        "expects gate and up rows that alternate",
+    ),
+    "context": (
+        lambda: call_in_context(block()(mesh=make_mesh((8, 1)))),
+        "mesh: expected a call outside jax.set_mesh of Explicit axes",
+    ),
+    "exchange name": (
+        lambda: load_model(EXAMPLE, dispatch="broadcast"),
+        "dispatch: expected one of psum, all_to_all, ragged; got 'broadcast'",
+    ),
+    "exchange alone": (
+        lambda: load_model(EXAMPLE, dispatch="all_to_all"),
+        "dispatch: expected a mesh .* for 'all_to_all'.* got no mesh",
+    ),
+    "exchange axes": (
+        lambda: load_moe(
+            EXAMPLE, 0, dispatch="all_to_all", mesh=make_mesh((2,), names=("tensor",))
+        ),
+        "dispatch: expected a mesh with an axis 'expert' .* got axes {'tensor'",
+    ),
+    "exchange platform": (
+        lambda: load_model(EXAMPLE, dispatch="ragged", mesh=make_mesh((8, 1))),
+        "dispatch: expected GPUs for 'ragged', got CPUs",
+    ),
+    "checkpoint": (
+        lambda: load_model(CHECKPOINTS / "deepseekv3-modelopt-w4a4", mesh=make_mesh((2, 4))),
+        "axis 'tensor' of 4 does not divide intermediate = 96 .* 1, 2, 3, 6",
+    ),
+}
+
+
+@pytest.mark.parametrize(("refused", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals_name_what_is_legal(refused, message):
+    with pytest.raises(ValueError, match=message):
+        refused()
