@@ -15,16 +15,17 @@ import typer
 from jax.sharding import Mesh
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.cli.example import ModelPath, example_or
 from jax_nvfp4_moe.cli.options import (
     BackendOption,
     DispatchOption,
     DtypeOption,
+    ModelPath,
     SchemeOption,
     SeedOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
+    example_or,
     number,
     read_argument,
 )

@@ -1,11 +1,13 @@
 """Command-line options that several commands share."""
 
+import contextlib
 import functools
+import importlib.resources
 import inspect
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +15,7 @@ import typer
 from jax_nvfp4_moe.checkpoint.folder import expand_home
 
 LARGEST = 2**31 - 1  # what the index types of JAX hold
+EXAMPLE = "tiny-python-moe"  # the model that comes with the package
 
 
 def number(
@@ -50,6 +53,13 @@ def number(
 Folder = Annotated[
     pathlib.Path,
     typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face Hub."),
+]
+ModelPath = Annotated[
+    pathlib.Path | None,
+    typer.Argument(
+        help="Folder of a checkpoint, or its name on the Hugging Face Hub. Without it, the command "
+        "runs the example model of this package."
+    ),
 ]
 SchemeOption = Annotated[
     str | None,
@@ -180,3 +190,14 @@ def read_argument(name: str, text: str) -> str:
 def has_surrogates(text: str) -> bool:
     """Return whether Python left bytes of an argument undecoded."""
     return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+@contextlib.contextmanager
+def example_or(path: pathlib.Path | None) -> Iterator[pathlib.Path]:
+    """Yield `path`, or the folder of the example model if `path` is None."""
+    if path is not None:
+        yield path
+        return
+    example = importlib.resources.files("jax_nvfp4_moe") / "examples" / EXAMPLE
+    with importlib.resources.as_file(example) as folder:
+        yield folder

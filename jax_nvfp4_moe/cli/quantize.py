@@ -1,16 +1,21 @@
 """The subcommand `quantize`: convert an unquantized checkpoint to NVFP4."""
 
+import contextlib
 import pathlib
+import signal
+import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from jax_nvfp4_moe.cli.options import number, read_text
 from jax_nvfp4_moe.cli.output import show, to_json
-from jax_nvfp4_moe.cli.termination import cleaning_up
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.quantization.casting import cast_model
 from jax_nvfp4_moe.quantization.pipeline import quantize_model
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def quantize_command(
@@ -64,7 +69,7 @@ def quantize_command(
     shard_bytes = max(1, int(shard_gb * 1e9))
     if cast:
         _check_cast(text, scheme, format, modules, exclude, algorithm, dtype)
-        with cleaning_up():
+        with _cleaning_up():
             result = cast_model(source, destination, shard_bytes=shard_bytes)
         show(to_json(result))
         return
@@ -77,7 +82,7 @@ def quantize_command(
                 f"got {calibration_tokens}"
             )
         ids = ids[:calibration_tokens]
-    with cleaning_up():
+    with _cleaning_up():
         result = quantize_model(
             source,
             destination,
@@ -111,3 +116,22 @@ def _check_cast(text, scheme, format, modules, exclude, algorithm, dtype):
             f"{names}: expected no such option with --cast, which changes no number and writes "
             "ModelOpt's format with scheme w4a16. Leave out --cast or the others"
         )
+
+
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into `SystemExit`, so that the block deletes what is incomplete.
+
+    By default, these signals end a process at once. The exit status is 128 plus the signal's
+    number, as a shell reports it.
+    """
+
+    def leave(number, frame):
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.models.blocks import expert_blocks, experts_path
-from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE, expert_blocks, experts_path
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, ExpertMesh, check_parts
 from jax_nvfp4_moe.parallel.placement import (

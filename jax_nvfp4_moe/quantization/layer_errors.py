@@ -19,8 +19,8 @@ import numpy as np
 
 from jax_nvfp4_moe.figures import drawing
 from jax_nvfp4_moe.inference.not_finite import warn_not_finite
-from jax_nvfp4_moe.models.blocks import expert_blocks, experts_path
 from jax_nvfp4_moe.models.loading import abstract_model, load_model
+from jax_nvfp4_moe.nn.experts.moe import expert_blocks, experts_path
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.scheme import Scheme

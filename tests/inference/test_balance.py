@@ -15,7 +15,7 @@ from support.models.architecture import run
 from jax_nvfp4_moe import NVFP4MoE, load_model
 from jax_nvfp4_moe.inference.balance import count_experts, device_load, place_model
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
-from jax_nvfp4_moe.models.blocks import expert_blocks
+from jax_nvfp4_moe.nn.experts.moe import expert_blocks
 from jax_nvfp4_moe.parallel.placement import balance_experts, imbalance, unplaced
 from jax_nvfp4_moe.testing import random_moe_params
 

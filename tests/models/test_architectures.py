@@ -139,7 +139,7 @@ step = jax.jit(lambda model, ids, cache, lengths: model(ids, cache, lengths=leng
 
 
 # Folders whose mixers run `generate` elsewhere: in test_long_text.py, where mixtral-window has the
-# windows of the last one, and in test_generate.py.
+# windows of the last one, and in test_generation.py.
 GENERATED = (*LONG_TEXTS, "qwen3moe-modelopt-w4a16", "qwen3_moe-window-modelopt-w4a16")
 each_mixer = pytest.mark.parametrize("case", EACH_MIXER, indirect=True, scope="module")
 # The negative controls run programs that the tests of this folder have compiled.

@@ -41,7 +41,7 @@ def test_rows_go_in_the_fewest_bytes(scheme, top_k, shards, rounds, codes, by_sl
     token_scale = 8 if scheme == "w4a4_token_scale" else 0  # 4 bytes, rounded up to a multiple of 8
     sent = 7168 * 9 // 16 if codes else 7168 * 2
     assert wire.row_bytes(**row) == sent + 8 * (1 if by_slot else top_k) + token_scale
-    block = {"hidden": 64, "top_k": 4, "dtype": jnp.float32}  # as in `test_exchange.py`
+    block = {"hidden": 64, "top_k": 4, "dtype": jnp.float32}  # as in `test_dispatch_on_devices.py`
     assert choose_wire_format(Scheme.W4A4, **block, shards=8, rounds=True).by_slot
 
 

@@ -1,7 +1,7 @@
 """NVFP4MoE: a mixture-of-experts block whose routed experts are stored in NVFP4."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -526,3 +526,16 @@ def _fresh_experts(num_experts, hidden, intermediate, row, rngs):
     if row.interleaved:
         return MoEParams(quantize(first.reshape(num_experts, -1, hidden)), quantize(down))
     return quantize_experts(first[:, 0] if row.gated else None, first[:, -1], down)
+
+
+def expert_blocks(model: Any) -> Iterator[tuple[str, NVFP4MoE]]:
+    """Yield each expert block with its path, such as "layers.3.mlp", in the order of the layers."""
+    found = [(path, part) for path, part in nnx.iter_modules(model) if isinstance(part, NVFP4MoE)]
+    # Layer indices are compared as numbers. As text, layer 10 would come before layer 2.
+    for path, block in sorted(found, key=lambda pair: [(isinstance(p, str), p) for p in pair[0]]):
+        yield ".".join(map(str, path)), block
+
+
+def experts_path(block: str) -> str:
+    """Return the path of the routed experts in the block at the path `block`."""
+    return f"{block}.experts" if block else "experts"

@@ -18,7 +18,7 @@ from support.files.given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, PROGRAM
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.inference.balance import count_experts
-from jax_nvfp4_moe.models.blocks import expert_blocks
+from jax_nvfp4_moe.nn.experts.moe import expert_blocks
 from jax_nvfp4_moe.parallel import processes as distributed
 
 SCRIPT = PROGRAMS / "several_processes.py"
