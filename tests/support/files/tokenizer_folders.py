@@ -238,9 +238,11 @@ SHOW, CHATML, STRICT, HARMONY, SCOPES, GUARDED = (
     for name in ("show", "chatml", "strict", "harmony", "scopes", "guarded")
 )
 
+# Templates print all of this in the order of the keys.
 _PARAMETERS = {
-    **{"type": "object", "required": ["place"]},
+    "type": "object",
     "properties": {"place": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["place"],
 }
 _FUNCTION = {"name": "weather", "description": "Wetter <heute> für einen Ort"}
 TOOLS = [{"type": "function", "function": {**_FUNCTION, "parameters": _PARAMETERS}}]
@@ -264,7 +266,7 @@ TALKS: Mapping[str, list[dict[str, Any]]] = {
     "calls": [
         _says("user", "Wetter?"),
         _says("assistant", None, tool_calls=[_CALL], thinking="I call."),
-        _says("tool", "12", name="weather", tool_call_id="a1"),
+        {"role": "tool", "name": "weather", "tool_call_id": "a1", "content": "12"},
     ],
 }
 
