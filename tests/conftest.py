@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from jax._src.interpreters import mlir
 from jax._src.lru_cache import LRUCache
+from support.examples import USUAL
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -108,7 +109,8 @@ def _share_one_context():
     """Let all programs of this process share one MLIR context.
 
     JAX makes a new context for each program that it lowers. That takes a quarter of the tests' time
-    and half of their memory, because tests lower thousands of small programs.
+    and half of their memory, because tests lower thousands of small programs. JAX has no option
+    for that, so a private function of JAX is replaced.
     """
     mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
@@ -116,7 +118,9 @@ def _share_one_context():
 def _put_whole(cache, key, program):
     """Add a program to the compilation cache so that no other worker reads half of it.
 
-    JAX writes entries in place. Here the file gets its name when it is complete.
+    JAX writes entries in place. Here the file gets its name when it is complete. JAX locks the
+    folder if `jax_compilation_cache_max_size` is set, but then it reads the age of every entry
+    whenever it adds one. A private method of JAX is therefore replaced.
     """
     path = cache.path / f"{key}-cache"
     if not path.exists():
@@ -136,9 +140,8 @@ def _processor():
 CPU_DEVICES = 8
 
 # Each run uses the same examples, so that only a change of the code decides whether tests pass.
-settings.register_profile("default", derandomize=True, deadline=None)
-settings.register_profile("more", deadline=None)
-MORE = 10  # --more-examples multiplies the number of examples by this
+settings.register_profile("default", derandomize=True, deadline=None, max_examples=USUAL)
+settings.register_profile("more", derandomize=False, deadline=None, max_examples=10 * USUAL)
 
 
 def pytest_configure(config):
@@ -304,21 +307,9 @@ def _leave_one_of_each_reason(config, items):
 
 @pytest.hookimpl(trylast=True)  # behind the selection by markers
 def pytest_collection_modifyitems(config, items):
-    """Order the tests, drop most of those that are skipped, and multiply hypothesis's examples.
-
-    A profile does not apply to tests that set their own number, so their settings are replaced.
-    """
+    """Order the tests, and drop most of those that are skipped."""
     _leave_one_of_each_reason(config, items)
     items.sort(key=_rank)
-    if not config.getoption("--more-examples"):
-        return
-    tests = {getattr(item.function, "__func__", item.function) for item in items}
-    # hypothesis has no public way to replace the settings of a test.
-    name = "_hypothesis_internal_use_settings"
-    for test in tests:
-        if given := getattr(test, name, None):
-            more = {"max_examples": MORE * given.max_examples, "derandomize": False}
-            setattr(test, name, settings(given, **more))
 
 
 def pytest_collection_finish(session):

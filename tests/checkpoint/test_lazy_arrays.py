@@ -7,8 +7,9 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.files.given import CHECKPOINTS, EXAMPLE, copy_with_config
 
 from jax_nvfp4_moe.checkpoint import (
@@ -105,7 +106,7 @@ def flat(params):
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_any_part_equals_that_of_the_whole(name, data):
     arrays, deferred = experts(name)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from jax_nvfp4_moe.checkpoint.byte_runs import find_runs, index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
@@ -405,7 +406,7 @@ def open_or_refuse(raw):
                     assert tensors.read(info.name).nbytes == info.nbytes
 
 
-FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = examples(150, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FUZZ

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 from jax_nvfp4_moe.numerics.layouts import LAYOUTS, find_layout, from_layout, to_layout
@@ -53,7 +54,7 @@ def values_of(packed, scales):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @shapes
 @bytes_of_any_seed
-@settings(max_examples=5)
+@examples(5)
 def test_every_layout_comes_back(layout, lead, n, k, seed):
     kept = (1, 128) if layout.name in SIGNLESS else (0, 256)
     packed, scales = random_bytes(lead, n, k, seed, kept)
@@ -75,7 +76,7 @@ def test_no_matrices_have_every_layout(layout):
 @pytest.mark.parametrize("layout", sorted(SIGNLESS))
 @shapes
 @bytes_of_any_seed
-@settings(max_examples=5)
+@examples(5)
 def test_values_come_back_under_every_scale(layout, lead, n, k, seed):
     packed, scales = random_bytes(lead, n, k, seed)
     back = there_and_back(packed, scales, LAYOUTS[layout])

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.examples import examples
 
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 
@@ -108,7 +109,7 @@ def test_quantize_matches_numpy_on_every_finite_bfloat16():
     ),
     st.floats(2.0**-60, 2.0**60, width=32),
 )
-@settings(max_examples=50)
+@examples(50)
 def test_quantize_matches_numpy_on_anything(x, g):
     assert_same_bytes(x, np.float32(g))
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.examples import examples
 from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
@@ -189,7 +190,7 @@ def test_squared_error_against_numpy(name, kind):
 
 
 @given(BLOCKS)
-@settings(max_examples=150)
+@examples(150)
 def test_search_finds_the_best_of_all_scales(x):
     g = np.float32(1 / (6 * 256))
     _, _, _, values = run("search", x, g)
@@ -203,7 +204,7 @@ def test_search_finds_the_best_of_all_scales(x):
     np.linspace(0.1, 1, 64, dtype=np.float32).reshape(FEW),
     np.where(np.arange(32) % 16 == 3, 1e-45, 0).astype(np.float32),
 )
-@settings(max_examples=150)
+@examples(150)
 def test_weighted_search_finds_the_best_of_its_window(x, importance):
     """Subnormal importance counts as zero, so the yardstick sets it to zero too."""
     g = np.float32(1 / (6 * 256))
@@ -259,7 +260,7 @@ def test_importance_counts_by_its_ratios_alone(scale):
     hnp.arrays(np.uint8, (2, 2), elements=st.integers(20, 119)),
     st.floats(2.0**-20, 2.0**10, width=32),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_what_can_be_represented_stays(codes, scale, g):
     """The largest code of each block is 6, so that "max" finds the original scale."""
     codes[:, ::16] |= 7

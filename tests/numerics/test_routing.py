@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ops.routers import FAMILIES, inputs, sigmoid
 
 from jax_nvfp4_moe.numerics.routing import Router, route
@@ -82,7 +83,7 @@ def test_low_precision_logits_are_computed_in_float32():
     )
 
 
-@settings(max_examples=10)
+@examples(10)
 @pytest.mark.parametrize(
     ("tokens", "experts", "num_groups", "kept", "top_k"),
     [(5, 8, 1, 1, 1), (4, 12, 3, 2, 3), (5, 16, 4, 1, 4), (1, 12, 3, 2, 4), (0, 8, 1, 1, 2)],

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from jax_nvfp4_moe import prepare
 from jax_nvfp4_moe.ops import moe_mlp
@@ -35,7 +36,7 @@ def problems(draw):
 
 
 @given(problems())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_laws_of_a_placement(problem):
     load, devices, physical = problem
     placed = balance_experts(load, devices, physical)
@@ -61,7 +62,7 @@ def test_the_bound_catches_experts_in_their_order():
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 3), st.data())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_no_other_copies_have_a_smaller_largest_share(load, devices, data):
     least = -(-len(load) // devices)
     physical = data.draw(st.integers(least, len(load))) * devices
@@ -75,7 +76,7 @@ def test_no_other_copies_have_a_smaller_largest_share(load, devices, data):
 
 
 @given(st.lists(st.integers(0, 99), min_size=6, max_size=6), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_physical_ids_are_copies_in_turn(load, random):
     placed = balance_experts(load, 4, 12)
     ids = np.array([[random.randint(-2, 7) for _ in range(3)] for _ in range(9)], np.int32)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.files.checkpoint_edits import GIVEN, read_all
 from support.files.hashed_weights import digest, hashed_weight
 from support.files.unquantized import (
@@ -481,7 +482,7 @@ def test_experts_without_tokens_are_reported(tmp_path, caplog):
 global_scale_of = jax.jit(formats.global_scale_of)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["bfloat16", "float16", "float32"]),

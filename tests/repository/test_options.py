@@ -28,3 +28,19 @@ def test_long_modules_are_modules(request):
     (names,) = (plugin.LONG_MODULES for plugin in plugins if hasattr(plugin, "LONG_MODULES"))
     there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert set(names) - there == set()
+
+
+def own_numbers(source):
+    """Return the numbers of examples that --more-examples does not multiply."""
+    return re.findall(r"max_examples=(\d+)", source)
+
+
+def test_tests_ask_for_examples_of_the_profile():
+    tests = (ROOT / "tests").rglob("test_*.py")
+    found = {path.name: own for path in tests if (own := own_numbers(path.read_text("utf-8")))}
+    found.pop("test_options.py")
+    assert found == {}
+
+
+def test_a_number_beside_the_profile_is_caught():
+    assert own_numbers("@settings(max_examples=30)\n") == ["30"]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "jax_nvfp4_moe" / "examples" / "tiny-python-moe"
+_TEMPLATE_FILES = pathlib.Path(__file__).parent / "templates"
 
 TEXTS = (
     "def softmax(x):\n    return 12  + don't",
@@ -203,21 +204,13 @@ def _unigram() -> dict[str, Any]:
     return _bare(model, space, space)
 
 
+_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+
+
 def _level(pattern: str) -> dict[str, Any]:
     """Return the pre-tokenizer of a byte-level BPE that splits texts by a pattern."""
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    return {"type": "Sequence", "pretokenizers": [split, level]}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return {"type": "Sequence", "pretokenizers": [{**split, "invert": False}, _LEVEL]}
 
 
 _QWEN = _level(
@@ -239,468 +232,316 @@ BASES: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 _PIECES_END, _GEMMA_END = (len(base()["model"]["vocab"]) for base in (_pieces, _gemma))
 
-# A template that prints what it sees.
-SHOW = (
-    "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ image_token }}|"
-    "{% for m in messages %}{{ m | tojson }};{% endfor %}|{{ tools | tojson }}|"
-    "{{ documents | tojson(indent=1) }}|{{ tools is none }}{{ documents is not none }}|"
-    "{{ enable_thinking is defined and enable_thinking }}|{{ add_generation_prompt }}"
+# Templates of chats. `SHOW` prints what it sees.
+SHOW, CHATML, STRICT, HARMONY, SCOPES, GUARDED = (
+    (_TEMPLATE_FILES / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
+    for name in ("show", "chatml", "strict", "harmony", "scopes", "guarded")
 )
-CHATML = (
-    "{%- if tools %}\n<|im_start|>system\n"
-    "{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}\n"
-    "{%- for tool in tools %}\n{{ tool | tojson }}\n{%- endfor %}\n<|im_end|>\n{% endif %}\n"
-    "{%- set ns = namespace(last=messages | length - 1, multi=true) %}\n"
-    "{%- for m in messages[::-1] %}\n{%- set index = messages | length - 1 - loop.index0 %}\n"
-    "{%- if ns.multi and m.role == 'user' %}{% set ns.multi = false %}{% set ns.last = index %}"
-    "{% endif %}\n{%- endfor %}\n"
-    "{%- for m in messages %}\n"
-    "{%- if m.content is string %}{% set content = m.content %}\n"
-    "{%- elif m.content is iterable %}{% set content = m.content | selectattr('type', 'equalto', "
-    "'text') | map(attribute='text') | join('') %}\n"
-    "{%- else %}{% set content = '' %}{% endif %}\n"
-    "{{- '<|im_start|>' + m.role + '\\n' }}\n"
-    "{%- if m.reasoning_content is defined and loop.index0 > ns.last %}"
-    "{{ '<think>' + m.reasoning_content.strip('\\n') + '</think>' }}{% endif %}\n"
-    "{{- content }}\n"
-    "{%- for call in m.tool_calls or [] %}{% if call.function %}{% set call = call.function %}"
-    "{% endif %}\n<tool_call>{{ {'name': call.name, 'arguments': call.arguments} | tojson }}"
-    "</tool_call>\n{%- endfor %}\n"
-    "{{- '<|im_end|>\\n' }}\n{%- endfor %}\n"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{% if enable_thinking is defined and enable_thinking is false %}"
-    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
-)
-STRICT = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for message in messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
-    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-    "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
-)
-HARMONY = (
-    "{%- macro kind(spec) -%}{{ spec.type if spec.type is string else 'any' }}{%- endmacro -%}\n"
-    "{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') }}\n"
-    "{%- if tools -%}\nnamespace functions {\n"
-    "{%- for tool in tools %}\n{%- set f = tool.function %}\n"
-    "{{- 'type ' + f.name + ' = (_: {' }}\n"
-    "{%- for name, spec in f.parameters.properties.items() %}{{ name + ': ' + kind(spec) }}"
-    "{%- if not loop.last %}, {% endif %}{%- endfor %}\n{{- '}) => any;' }}\n{%- endfor %}\n}\n"
-    "{%- endif -%}\n{{- '<|end|>' }}\n"
-    "{%- for m in messages -%}\n"
-    "{%- if m.thinking is defined %}{{ '<|start|>assistant<|channel|>analysis<|message|>' "
-    "+ m.thinking + '<|end|>' }}{% endif -%}\n"
-    "{%- if m.role == 'user' and m.content is not string %}{% continue %}{% endif -%}\n"
-    "{{- '<|start|>' + m.role + '<|message|>' + (m.content or '') + '<|end|>' }}\n"
-    "{%- endfor -%}\n{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif -%}"
-)
-SCOPES = (
-    "{% set said = 'before' %}{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% generation %}{% set said = 'within' %}{{ m.content }}{{ said }}{% endgeneration %}"
-    "{{ said }}{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
-    "{% set box = namespace(seen=[], self=1) %}{% set box.seen = box.seen + ['x'] %}"
-    "{{ box.seen }}{{ dict(a=1) }}{{ dict.fromkeys(['k'], 0) }}"
-)
-GUARDED = "{% set box = namespace(_hidden=1) %}{{ box._hidden }}"
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Wetter <heute> für einen Ort",
-            "parameters": {
-                "type": "object",
-                "properties": {"place": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
-                "required": ["place"],
-            },
-        },
-    }
-]
-_CALL = {
-    "type": "function",
-    "id": "a1",
-    "function": {"name": "weather", "arguments": {"place": "Köln"}},
+# Templates print all of this in the order of the keys.
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"place": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["place"],
 }
+_FUNCTION = {"name": "weather", "description": "Wetter <heute> für einen Ort"}
+TOOLS = [{"type": "function", "function": {**_FUNCTION, "parameters": _PARAMETERS}}]
+_ARGUMENTS = {"name": "weather", "arguments": {"place": "Köln"}}
+_CALL = {"type": "function", "id": "a1", "function": _ARGUMENTS}
+
+
+def _says(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
 TALKS: Mapping[str, list[dict[str, Any]]] = {
-    "one": [{"role": "user", "content": "Wie <geht>'s? 漢"}],
+    "one": [_says("user", "Wie <geht>'s? 漢")],
     "turns": [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "hi "},
-        {"role": "assistant", "content": "Hello.", "reasoning_content": "A greeting.\n"},
-        {"role": "user", "content": "why?"},
+        _says("system", "Be brief."),
+        _says("user", "hi "),
+        _says("assistant", "Hello.", reasoning_content="A greeting.\n"),
+        _says("user", "why?"),
     ],
-    "parts": [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "Look: "}, {"type": "text", "text": "x"}],
-        },
-    ],
+    "parts": [_says("user", [{"type": "text", "text": text} for text in ("Look: ", "x")])],
     "calls": [
-        {"role": "user", "content": "Wetter?"},
-        {"role": "assistant", "content": None, "tool_calls": [_CALL], "thinking": "I call."},
+        _says("user", "Wetter?"),
+        _says("assistant", None, tool_calls=[_CALL], thinking="I call."),
         {"role": "tool", "name": "weather", "tool_call_id": "a1", "content": "12"},
     ],
 }
+
+
+def _asked(talk: str, prompt: bool = True, **arguments: Any) -> tuple[str, dict[str, Any]]:
+    return talk, {"add_generation_prompt": prompt, **arguments}
+
+
 # What to pass to the template: the conversation, and the arguments.
 CHATS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "one": ("one", {"add_generation_prompt": False}),
-    "prompt": ("one", {"add_generation_prompt": True}),
-    "turns": ("turns", {"add_generation_prompt": True}),
-    "parts": ("parts", {"add_generation_prompt": True, "enable_thinking": False}),
-    "calls": ("calls", {"add_generation_prompt": True, "tools": TOOLS}),
-    "documents": (
-        "one",
-        {"add_generation_prompt": False, "documents": [{"title": "T", "text": "<d>"}], "tools": []},
-    ),
-    "variables": (
-        "one",
-        {
-            "add_generation_prompt": True,
-            "enable_thinking": True,
-            "bos_token": "<B>",
-            "reasoning_effort": "high",
-        },
-    ),
+    "one": _asked("one", False),
+    "prompt": _asked("one"),
+    "turns": _asked("turns"),
+    "parts": _asked("parts", enable_thinking=False),
+    "calls": _asked("calls", tools=TOOLS),
+    "documents": _asked("one", False, documents=[{"title": "T", "text": "<d>"}], tools=[]),
+    "variables": _asked("one", enable_thinking=True, bos_token="<B>", reasoning_effort="high"),
 }
 
 _IM = ("<|im_start|>", "<|im_end|>")
-_BACKEND = {"tokenizer_class": "TokenizersBackend"}
-_FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+_GENERIC, _FAST = "TokenizersBackend", "PreTrainedTokenizerFast"
 _ENDS = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 _LLAMA_ENDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _FIRST = {"0": token("<unk>"), "1": token("<s>"), "2": token("</s>")}
-_STARTED = around([("<|endoftext|>", 0)])
+_STARTED = {"post_processor": around([("<|endoftext|>", 0)])}
 _WITH_IM = {"added_tokens": stored(*_IM)}
-_TRUNCATION = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+_TRUNCATED = {
+    "truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+}
 _PADDING = {
     **{"strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0},
     **{"pad_type_id": 0, "pad_token": "<|endoftext|>"},
 }
 
 
-def _backend(**config: Any) -> dict[str, Any]:
-    return {**_BACKEND, **config}
+def _of(
+    name: str,
+    tokenizer: Mapping[str, Any] = {},
+    *,
+    base: str = "python",
+    added: Mapping[str, int] | None = None,
+    special: Mapping[str, Any] | None = None,
+    template: str | None = None,
+    model: Mapping[str, Any] | None = None,
+    texts: Sequence[str] = (),
+    **config: Any,
+) -> Variant:
+    """Return a folder whose configuration names a class.
+
+    Args:
+      name: the class.
+      tokenizer: what changes in ``tokenizer.json``.
+      base: as in `Variant`.
+      added: ``added_tokens.json``; None for no file, as for the next two.
+      special: ``special_tokens_map.json``.
+      template: ``chat_template.jinja``.
+      model: as in `Variant`.
+      texts: as in `Variant`.
+      config: the other fields of the configuration. ``decoder`` stands for `added_tokens_decoder`.
+    """
+    if "decoder" in config:
+        config["added_tokens_decoder"] = config.pop("decoder")
+    names = ("added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+    files = {
+        file: content
+        for file, content in zip(names, (added, special, template), strict=True)
+        if content is not None
+    }
+    return Variant(base, tokenizer, {"tokenizer_class": name, **config}, model, files, texts)
+
+
+_generic = functools.partial(_of, _GENERIC)
+_pieces_of = functools.partial(_of, base="pieces")
+_qwen = functools.partial(_of, "Qwen2Tokenizer")
 
 
 def _flags(**flags: bool) -> Variant:
     """Return a folder whose configuration alone gives three tokens certain flags."""
-    decoder = first("<tool>", "<|a|>", *_IM, **flags)
-    return Variant("python", config=_backend(**_ENDS, added_tokens_decoder=decoder))
+    return _generic(**_ENDS, decoder=first("<tool>", "<|a|>", *_IM, **flags))
 
 
-def _named(name: str, **more: Any) -> Variant:
-    return Variant("python", config={"tokenizer_class": name, **more})
-
-
-def _shown(template: Any = None, **parts: Any) -> Variant:
-    """Return a folder with a chat template in the configuration, or elsewhere."""
-    config = {} if template is None else {"chat_template": template}
-    config |= {**_ENDS, "pad_token": None, **parts.pop("config", {})}
-    return Variant("python", _WITH_IM, _backend(**config), **parts)
+def _shown(template: Any = None, files: Mapping[str, Any] = {}, **config: Any) -> Variant:
+    """Return a folder with a chat template in the configuration, or in files."""
+    config |= {} if template is None else {"chat_template": template}
+    return _generic(_WITH_IM, **_ENDS, pad_token=None, **config)._replace(files=files)
 
 
 # Where the added and special tokens come from, and with which flags.
 _TOKENS = {
-    "plain": Variant("python", config=_backend(**_ENDS)),
+    "plain": _generic(**_ENDS),
     "no configuration": Variant("python", config=None),
     "empty configuration": Variant("python"),
-    "decoder alone": Variant("python", config=_backend(added_tokens_decoder=first(*_IM))),
+    "decoder alone": _generic(decoder=first(*_IM)),
     "decoder, not special": _flags(special=False),
     "decoder, left": _flags(lstrip=True),
     "decoder, right": _flags(rstrip=True),
     "decoder, both sides": _flags(lstrip=True, rstrip=True, special=False),
     "decoder, whole words": _flags(single_word=True),
     "decoder, normalized": _flags(normalized=True),
-    "decoder with a gap": Variant(
-        "python",
-        config=_backend(added_tokens_decoder=first("<tool>", start=5000) | first("<|a|>")),
+    "decoder with a gap": _generic(decoder=first("<tool>", start=5000) | first("<|a|>")),
+    "decoder in another order": _generic(
+        decoder=dict(reversed(first(*_IM, "<tool>", "<|a|>").items()))
     ),
-    "decoder in another order": Variant(
-        "python",
-        config=_backend(
-            added_tokens_decoder=dict(reversed(first(*_IM, "<tool>", "<|a|>").items()))
-        ),
+    "decoder of a word": _generic(decoder={"300": token("return", special=False)}),
+    "decoder without flags": _generic(decoder={"4096": {"content": "<|im_start|>"}}),
+    "decoder changes flags": _generic(
+        _WITH_IM, decoder=first(*_IM, lstrip=True, special=False), eos_token=_IM[1]
     ),
-    "decoder of a word": Variant(
-        "python", config=_backend(added_tokens_decoder={"300": token("return", special=False)})
+    "decoder leaves tokens out": _generic(_WITH_IM, decoder=first("<|im_start|>")),
+    "decoder, empty": _generic(_WITH_IM, decoder={}),
+    "stored tokens": _generic(_WITH_IM, eos_token="<|im_end|>"),
+    "stored, not special": _generic(
+        {"added_tokens": stored(*_IM, special=False)}, eos_token="<|im_end|>"
     ),
-    "decoder without flags": Variant(
-        "python", config=_backend(added_tokens_decoder={"4096": {"content": "<|im_start|>"}})
+    "additional": _generic(additional_special_tokens=["<|im_start|>", "<tool>"]),
+    "additional of older versions": _generic(
+        additional_special_tokens=[typed("<tool>", lstrip=True), "<|a|>"]
     ),
-    "decoder changes flags": Variant(
-        "python",
+    "extra": _generic(extra_special_tokens=["<|a|>", typed("<tool>")]),
+    "extra before additional": _generic(
+        extra_special_tokens=["<|a|>"], additional_special_tokens=["<tool>"]
+    ),
+    "extra, empty": _generic(extra_special_tokens=[], additional_special_tokens=["<tool>"]),
+    "extra with names": _generic(
+        **_ENDS, extra_special_tokens={"image_token": "<tool>", "a_token": typed("<|a|>")}
+    ),
+    "named tokens of this model": _generic(
+        image_token="<tool>", video_token=typed("<|a|>", rstrip=True), add_bos_token=False
+    ),
+    "older named tokens": _generic(
+        bos_token=typed("<s>", lstrip=True), eos_token=typed("</s>"), pad_token=None
+    ),
+    "new named tokens": _generic(bos_token="<s>", eos_token="</s>", pad_token="<pad>"),
+    "one token, two flags": _generic(bos_token=typed("<s>", lstrip=True), unk_token="<s>"),
+    "named token in the decoder": _generic(
+        eos_token="<|im_end|>", decoder=first(*_IM, special=False, rstrip=True, normalized=True)
+    ),
+    "map": _generic(special={"eos_token": "</s>", "bos_token": token("<s>")}),
+    "map replaces": _generic(
         _WITH_IM,
-        _backend(added_tokens_decoder=first(*_IM, lstrip=True, special=False), eos_token=_IM[1]),
-    ),
-    "decoder leaves tokens out": Variant(
-        "python", _WITH_IM, _backend(added_tokens_decoder=first("<|im_start|>"))
-    ),
-    "decoder, empty": Variant("python", _WITH_IM, _backend(added_tokens_decoder={})),
-    "stored tokens": Variant("python", _WITH_IM, _backend(eos_token="<|im_end|>")),
-    "stored, not special": Variant(
-        "python", {"added_tokens": stored(*_IM, special=False)}, _backend(eos_token="<|im_end|>")
-    ),
-    "additional": Variant(
-        "python", config=_backend(additional_special_tokens=["<|im_start|>", "<tool>"])
-    ),
-    "additional of older versions": Variant(
-        "python",
-        config=_backend(additional_special_tokens=[typed("<tool>", lstrip=True), "<|a|>"]),
-    ),
-    "extra": Variant("python", config=_backend(extra_special_tokens=["<|a|>", typed("<tool>")])),
-    "extra before additional": Variant(
-        "python",
-        config=_backend(extra_special_tokens=["<|a|>"], additional_special_tokens=["<tool>"]),
-    ),
-    "extra, empty": Variant(
-        "python", config=_backend(extra_special_tokens=[], additional_special_tokens=["<tool>"])
-    ),
-    "extra with names": Variant(
-        "python",
-        config=_backend(
-            **_ENDS, extra_special_tokens={"image_token": "<tool>", "a_token": typed("<|a|>")}
-        ),
-    ),
-    "named tokens of this model": Variant(
-        "python",
-        config=_backend(
-            image_token="<tool>", video_token=typed("<|a|>", rstrip=True), add_bos_token=False
-        ),
-    ),
-    "older named tokens": Variant(
-        "python",
-        config=_backend(
-            bos_token=typed("<s>", lstrip=True), eos_token=typed("</s>"), pad_token=None
-        ),
-    ),
-    "new named tokens": Variant(
-        "python", config=_backend(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    ),
-    "one token, two flags": Variant(
-        "python", config=_backend(bos_token=typed("<s>", lstrip=True), unk_token="<s>")
-    ),
-    "named token in the decoder": Variant(
-        "python",
-        config=_backend(
-            eos_token="<|im_end|>",
-            added_tokens_decoder=first(*_IM, special=False, rstrip=True, normalized=True),
-        ),
-    ),
-    "map": Variant(
-        "python",
-        config=_backend(),
-        files={"special_tokens_map.json": {"eos_token": "</s>", "bos_token": token("<s>")}},
-    ),
-    "map replaces": Variant(
-        "python",
-        _WITH_IM,
-        _backend(eos_token="<|im_start|>"),
-        files={
-            "special_tokens_map.json": {
-                "eos_token": {**token("<|im_end|>", lstrip=True)},
-                "additional_special_tokens": ["<tool>"],
-            }
+        eos_token="<|im_start|>",
+        special={
+            "eos_token": token("<|im_end|>", lstrip=True),
+            "additional_special_tokens": ["<tool>"],
         },
     ),
-    "map is not read": Variant(
-        "python",
+    "map is not read": _generic(
         _WITH_IM,
-        _backend(eos_token="<|im_start|>", added_tokens_decoder=first(*_IM)),
-        files={"special_tokens_map.json": {"eos_token": "<|im_end|>", "bos_token": "<s>"}},
+        eos_token="<|im_start|>",
+        decoder=first(*_IM),
+        special={"eos_token": "<|im_end|>", "bos_token": "<s>"},
     ),
-    "map after additional": Variant(
-        "python",
-        config=_backend(additional_special_tokens=["<|a|>"]),
-        files={"special_tokens_map.json": {"additional_special_tokens": ["<tool>"]}},
+    "map after additional": _generic(
+        additional_special_tokens=["<|a|>"], special={"additional_special_tokens": ["<tool>"]}
     ),
-    "map, extra": Variant(
-        "python",
-        config=_backend(extra_special_tokens=["<|a|>"]),
-        files={"special_tokens_map.json": {"extra_special_tokens": ["<tool>", "<|a|>"]}},
+    "map, extra": _generic(
+        extra_special_tokens=["<|a|>"], special={"extra_special_tokens": ["<tool>", "<|a|>"]}
     ),
-    "map, names": Variant(
-        "python",
-        config=_backend(image_token="<|a|>", other_token="<pad>"),
-        files={
-            "special_tokens_map.json": {
-                "image_token": "<tool>",
-                "extra_special_tokens": {"other_token": "<s>"},
-            }
-        },
+    "map, names": _generic(
+        image_token="<|a|>",
+        other_token="<pad>",
+        special={"image_token": "<tool>", "extra_special_tokens": {"other_token": "<s>"}},
     ),
-    "added file": Variant(
-        "python",
-        config=_backend(eos_token="<|im_end|>"),
-        files={"added_tokens.json": {"<|im_start|>": 4096, "<|im_end|>": 4097, "<tool>": 4098}},
+    "added file": _generic(
+        eos_token="<|im_end|>",
+        added={"<|im_start|>": 4096, "<|im_end|>": 4097, "<tool>": 4098},
     ),
-    "added file and map": Variant(
-        "python",
-        config=_backend(bos_token=typed("<|im_start|>")),
-        files={
-            "added_tokens.json": {"<tool>": 4098, "<|im_end|>": 4097, "<|im_start|>": 4096},
-            "special_tokens_map.json": {"eos_token": "<|im_end|>"},
-        },
+    "added file and map": _generic(
+        bos_token=typed("<|im_start|>"),
+        added={"<tool>": 4098, "<|im_end|>": 4097, "<|im_start|>": 4096},
+        special={"eos_token": "<|im_end|>"},
     ),
-    "added file and stored": Variant(
-        "python",
+    "added file and stored": _generic(
         {"added_tokens": stored("<|im_end|>")},
-        _backend(additional_special_tokens=["<tool>"]),
-        files={"added_tokens.json": {"<tool>": 4098, "<|a|>": 4097}},
+        additional_special_tokens=["<tool>"],
+        added={"<tool>": 4098, "<|a|>": 4097},
     ),
-    "added file, ids that are taken": Variant(
-        "python",
+    "added file, ids that are taken": _generic(
         _WITH_IM,
-        _backend(bos_token=typed("<tool>", lstrip=True), extra_special_tokens=[typed("<|a|>")]),
-        files={"added_tokens.json": {"<tool>": 4096, "<|a|>": 4098, "<pad>": 9000}},
+        bos_token=typed("<tool>", lstrip=True),
+        extra_special_tokens=[typed("<|a|>")],
+        added={"<tool>": 4096, "<|a|>": 4098, "<pad>": 9000},
     ),
-    "added file is not read": Variant(
-        "python",
-        config=_backend(added_tokens_decoder=first(*_IM)),
-        files={"added_tokens.json": {"<tool>": 4098}},
-    ),
-    "split special tokens": Variant("python", _WITH_IM, _backend(split_special_tokens=True)),
-    "truncated": Variant("python", {"truncation": _TRUNCATION}, _backend(**_ENDS)),
-    "padded": Variant("python", {"padding": _PADDING}, _backend(**_ENDS)),
-    "truncated and padded": Variant(
-        "python", {"truncation": _TRUNCATION, "padding": _PADDING}, _named("Qwen2Tokenizer").config
-    ),
+    "added file is not read": _generic(decoder=first(*_IM), added={"<tool>": 4098}),
+    "split special tokens": _generic(_WITH_IM, split_special_tokens=True),
+    "truncated": _generic(_TRUNCATED, **_ENDS),
+    "padded": _generic({"padding": _PADDING}, **_ENDS),
+    "truncated and padded": _qwen({**_TRUNCATED, "padding": _PADDING}),
 }
 
 # What stands around a text, the class that reads the folder, and its decoding.
+_CLEANED: dict[str, bool] = {"clean_up_tokenization_spaces": True}
 _CLASSES = {
-    "begins": Variant("python", {"post_processor": _STARTED}, _backend(**_ENDS)),
-    "begins and ends": Variant(
-        "python",
+    "begins": _generic(_STARTED, **_ENDS),
+    "begins and ends": _generic(
         {"post_processor": around([("<|endoftext|>", 0)], [("<|im_end|>", 4096)])}
         | {"added_tokens": stored("<|im_end|>")},
-        _backend(**_ENDS),
+        **_ENDS,
     ),
-    "asks for a beginning": Variant("python", config=_backend(**_ENDS, add_bos_token=True)),
-    "asks for an end": Variant("python", config=_backend(**_ENDS, add_eos_token=True)),
-    "asks for no beginning": Variant(
-        "python", {"post_processor": _STARTED}, _backend(**_ENDS, add_bos_token=False)
+    "asks for a beginning": _generic(**_ENDS, add_bos_token=True),
+    "asks for an end": _generic(**_ENDS, add_eos_token=True),
+    "asks for no beginning": _generic(_STARTED, **_ENDS, add_bos_token=False),
+    "asks without a post-processor": _generic(
+        {"post_processor": None}, **_ENDS, add_bos_token=True
     ),
-    "asks without a post-processor": Variant(
-        "python", {"post_processor": None}, _backend(**_ENDS, add_bos_token=True)
-    ),
-    "PreTrainedTokenizer": _named("PreTrainedTokenizer", **_ENDS),
-    "unknown class": _named("OurTokenizer", **_ENDS),
-    "LlamaTokenizerFast, bytes": _named("LlamaTokenizerFast", **_ENDS, add_bos_token=True),
-    "Qwen2Tokenizer": _named("Qwen2Tokenizer", eos_token="<|im_end|>"),
-    "Qwen2TokenizerFast, prefix": _named("Qwen2TokenizerFast", add_prefix_space=True),
-    "Qwen2Tokenizer, additional": Variant(
-        "python",
+    "PreTrainedTokenizer": _of("PreTrainedTokenizer", **_ENDS),
+    "unknown class": _of("OurTokenizer", **_ENDS),
+    "LlamaTokenizerFast, bytes": _of("LlamaTokenizerFast", **_ENDS, add_bos_token=True),
+    "Qwen2Tokenizer": _qwen(eos_token="<|im_end|>"),
+    "Qwen2TokenizerFast, prefix": _of("Qwen2TokenizerFast", add_prefix_space=True),
+    "Qwen2Tokenizer, additional": _qwen(
         _WITH_IM,
-        {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "additional_special_tokens": ["<tool>", "<|im_start|>"],
-            "added_tokens_decoder": first(*_IM, "<tool>", special=False, lstrip=True),
-        },
+        additional_special_tokens=["<tool>", "<|im_start|>"],
+        decoder=first(*_IM, "<tool>", special=False, lstrip=True),
     ),
-    "Qwen2Tokenizer, no end": _named("Qwen2Tokenizer", eos_token=None, pad_token="<pad>"),
-    "GPT2Tokenizer": _named("GPT2Tokenizer"),
-    "GPT2TokenizerFast, prefix": _named("GPT2TokenizerFast", add_prefix_space=True),
-    "GPTNeoXTokenizer": Variant(
-        "python", {"post_processor": _STARTED}, _named("GPTNeoXTokenizerFast").config
-    ),
+    "Qwen2Tokenizer, no end": _qwen(eos_token=None, pad_token="<pad>"),
+    "GPT2Tokenizer": _of("GPT2Tokenizer"),
+    "GPT2TokenizerFast, prefix": _of("GPT2TokenizerFast", add_prefix_space=True),
+    "GPTNeoXTokenizer": _of("GPTNeoXTokenizerFast", _STARTED),
     "qwen3_moe alone": Variant("python", config=None, model={"model_type": "qwen3_moe"}),
-    "qwen3_moe, generic": Variant("python", config=_BACKEND, model={"model_type": "qwen3_moe"}),
-    "qwen3_5_moe, generic": Variant("python", config=_BACKEND, model={"model_type": "qwen3_5_moe"}),
+    "qwen3_moe, generic": _generic(model={"model_type": "qwen3_moe"}),
+    "qwen3_5_moe, generic": _generic(model={"model_type": "qwen3_5_moe"}),
     "olmoe alone": Variant("python", config={}, model={"model_type": "olmoe"}),
-    "mixtral, Llama": Variant(
-        "pieces",
-        config={**_LLAMA_ENDS, "tokenizer_class": "LlamaTokenizer"},
-        model={"model_type": "mixtral"},
-    ),
+    "mixtral, Llama": _pieces_of("LlamaTokenizer", **_LLAMA_ENDS, model={"model_type": "mixtral"}),
     "class of the model": Variant(
         "python", config={}, model={"model_type": "kimi_k2", "tokenizer_class": "GPT2Tokenizer"}
     ),
-    "code of the checkpoint": Variant(
-        "python",
-        config={"auto_map": {"AutoTokenizer": ["x.Y", None]}, "tokenizer_class": "Y"},
-        model={"model_type": "qwen3_moe"},
+    "code of the checkpoint": _of(
+        "Y", auto_map={"AutoTokenizer": ["x.Y", None]}, model={"model_type": "qwen3_moe"}
     ),
-    "LlamaTokenizer": Variant(
-        "pieces", config={**_LLAMA_ENDS, "tokenizer_class": "LlamaTokenizer", "legacy": False}
+    "LlamaTokenizer": _pieces_of("LlamaTokenizer", **_LLAMA_ENDS, legacy=False),
+    "LlamaTokenizer, legacy": _pieces_of(
+        "LlamaTokenizer",
+        **{name: typed(text) for name, text in _LLAMA_ENDS.items()},
+        **{"legacy": True, "add_bos_token": True, "add_eos_token": False, "sp_model_kwargs": {}},
+        clean_up_tokenization_spaces=False,
     ),
-    "LlamaTokenizer, legacy": Variant(
-        "pieces",
-        config={
-            **{name: typed(text) for name, text in _LLAMA_ENDS.items()},
-            **{"tokenizer_class": "LlamaTokenizer", "legacy": True, "add_bos_token": True},
-            **{
-                "add_eos_token": False,
-                "sp_model_kwargs": {},
-                "clean_up_tokenization_spaces": False,
-            },
-        },
+    "LlamaTokenizer, no prefix": _pieces_of("LlamaTokenizer", add_prefix_space=False),
+    "LlamaTokenizer, decoder": _pieces_of(
+        "LlamaTokenizerFast",
+        decoder=_FIRST | first("<tool>", "<|a|>", start=_PIECES_END, special=False),
     ),
-    "LlamaTokenizer, no prefix": Variant(
-        "pieces", config={"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}
+    "pieces, generic": _pieces_of(_FAST, **_LLAMA_ENDS),
+    "pieces, decoder": _pieces_of(
+        _FAST, decoder=first("<tool>", "<|a|>", start=_PIECES_END, lstrip=True)
     ),
-    "LlamaTokenizer, decoder": Variant(
-        "pieces",
-        config={
-            "tokenizer_class": "LlamaTokenizerFast",
-            "added_tokens_decoder": _FIRST
-            | first("<tool>", "<|a|>", start=_PIECES_END, special=False),
-        },
+    "pieces, normalized": _pieces_of(
+        _FAST, decoder=first("<tool>", "<|a|>", start=_PIECES_END, normalized=True)
     ),
-    "pieces, generic": Variant("pieces", config={**_LLAMA_ENDS, **_FAST}),
-    "pieces, decoder": Variant(
-        "pieces",
-        config={
-            **_FAST,
-            "added_tokens_decoder": first("<tool>", "<|a|>", start=_PIECES_END, lstrip=True),
-        },
+    "GemmaTokenizer": _of("GemmaTokenizer", base="gemma"),
+    "GemmaTokenizer of pieces": _pieces_of("GemmaTokenizer"),
+    "words": _of(_FAST, base="words", unk_token="<unk>"),
+    "words, cleaned": _of(_FAST, base="words", **_CLEANED, eos_token="</s>"),
+    "bytes, cleaned": _generic(**_CLEANED),
+    "bytes, cleaned all the same": _generic(
+        **_CLEANED,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
     ),
-    "pieces, normalized": Variant(
-        "pieces",
-        config={
-            **_FAST,
-            "added_tokens_decoder": first("<tool>", "<|a|>", start=_PIECES_END, normalized=True),
-        },
-    ),
-    "GemmaTokenizer": Variant("gemma", config={"tokenizer_class": "GemmaTokenizer"}),
-    "GemmaTokenizer of pieces": Variant("pieces", config={"tokenizer_class": "GemmaTokenizer"}),
-    "words": Variant("words", config={**_FAST, "unk_token": "<unk>"}),
-    "words, cleaned": Variant(
-        "words", config={**_FAST, "clean_up_tokenization_spaces": True, "eos_token": "</s>"}
-    ),
-    "bytes, cleaned": Variant("python", config=_backend(clean_up_tokenization_spaces=True)),
-    "bytes, cleaned all the same": Variant(
-        "python",
-        config=_backend(
-            clean_up_tokenization_spaces=True,
-            clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
-        ),
-    ),
-    "unigram": Variant("unigram", config={**_FAST, "unk_token": "<unk>", "eos_token": "</s>"}),
-    "unigram, cleaned": Variant(
-        "unigram",
-        config={
-            **_FAST,
-            "clean_up_tokenization_spaces": True,
-            "additional_special_tokens": ["<tool>"],
-        },
+    "unigram": _of(_FAST, base="unigram", unk_token="<unk>", eos_token="</s>"),
+    "unigram, cleaned": _of(
+        _FAST, base="unigram", **_CLEANED, additional_special_tokens=["<tool>"]
     ),
 }
 
 # Chat templates, and where they are.
 _TEMPLATES = {
-    "shows": _shown(SHOW, config={"image_token": "<tool>"}),
-    "no special tokens": Variant("python", config=_backend(chat_template=SHOW)),
-    "template of a class": _named("Qwen2Tokenizer", chat_template=SHOW),
+    "shows": _shown(SHOW, image_token="<tool>"),
+    "no special tokens": _generic(chat_template=SHOW),
+    "template of a class": _qwen(chat_template=SHOW),
     "chatml": _shown(CHATML),
     "strict": _shown(STRICT),
     "harmony": _shown(HARMONY),
     "scopes": _shown(SCOPES),
     "guarded": _shown(GUARDED),
-    "template file": _shown("config", files={"chat_template.jinja": SHOW}),
+    "template file": _shown("config", {"chat_template.jinja": SHOW}),
     "named templates": _shown(
         [
             {"name": "default", "template": "D{{ messages | length }}"},
@@ -711,17 +552,15 @@ _TEMPLATES = {
     "no default": _shown([{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "T"}]),
     "template folder": _shown(
         "config",
-        files={
+        {
             "chat_template.jinja": "F{{ tools is none }}",
             "additional_chat_templates/tool_use.jinja": "U{{ tools | length }}",
         },
     ),
     "template folder alone": _shown(
-        "config", files={"additional_chat_templates/default.jinja": "A{{ bos_token }}"}
+        "config", {"additional_chat_templates/default.jinja": "A{{ bos_token }}"}
     ),
-    "template folder, no default": _shown(
-        "config", files={"additional_chat_templates/rag.jinja": "R"}
-    ),
+    "template folder, no default": _shown("config", {"additional_chat_templates/rag.jinja": "R"}),
     "file beside the processor's": _shown(
         files={"chat_template.jinja": "file", "chat_template.json": {"chat_template": "processor"}}
     ),
@@ -739,124 +578,90 @@ _DEEPSEEK = tuple(
     for name in ("begin of sentence", "end of sentence", " pad ", "User")
 )
 _LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>")
+_NEMOTRON = ("<unk>", "<s>", "</s>", "[INST]", "<SPECIAL_10>")
+_QWEN_PARTS = {"normalizer": {"type": "NFC"}, "pre_tokenizer": _QWEN}
 _PUBLISHED = {
-    "Llama 3": Variant(
-        "python",
+    "Llama 3": _of(
+        _FAST,
         {
             "pre_tokenizer": _LLAMA,
             "post_processor": {
                 "type": "Sequence",
                 "processors": [
-                    {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
-                    | {"use_regex": True},
+                    {**_LEVEL, "add_prefix_space": True, "use_regex": True},
                     around([(_LLAMA3[0], 4096)]),
                 ],
             },
             "added_tokens": stored(*_LLAMA3),
             "model": lambda old: {**old, "ignore_merges": True},
         },
-        {
-            **_FAST,
-            "added_tokens_decoder": first(*_LLAMA3),
-            "bos_token": _LLAMA3[0],
-            "eos_token": _LLAMA3[2],
-            "clean_up_tokenization_spaces": True,
-            "model_input_names": ["input_ids", "attention_mask"],
-            "model_max_length": 131072,
-            "chat_template": SHOW,
-        },
-        {"model_type": "llama4"},
-        {"special_tokens_map.json": {"bos_token": _LLAMA3[0], "eos_token": _LLAMA3[2]}},
-        ("<|start_header_id|>user<|end_header_id|>\n\n1234567<|eot_id|>",),
+        decoder=first(*_LLAMA3),
+        **{"bos_token": _LLAMA3[0], "eos_token": _LLAMA3[2], **_CLEANED},
+        **{"model_input_names": ["input_ids", "attention_mask"], "model_max_length": 131072},
+        chat_template=SHOW,
+        model={"model_type": "llama4"},
+        special={"bos_token": _LLAMA3[0], "eos_token": _LLAMA3[2]},
+        texts=("<|start_header_id|>user<|end_header_id|>\n\n1234567<|eot_id|>",),
     ),
-    "Mixtral": Variant(
-        "pieces",
+    "Mixtral": _pieces_of(
+        "LlamaTokenizer",
         {"added_tokens": stored("[INST]", "[/INST]", start=_PIECES_END)},
-        {
-            **{**_LLAMA_ENDS, "tokenizer_class": "LlamaTokenizer", "legacy": False},
-            **{"add_bos_token": True, "add_eos_token": False, "use_default_system_prompt": False},
-            "added_tokens_decoder": _FIRST | first("[INST]", "[/INST]", start=_PIECES_END),
-            "additional_special_tokens": [],
-            "spaces_between_special_tokens": False,
-            "chat_template": STRICT,
-        },
-        {"model_type": "mixtral"},
-        {"special_tokens_map.json": {name: token(text) for name, text in _LLAMA_ENDS.items()}},
-        ("<s>[INST] hello world [/INST] the</s>", "</s> hello"),
+        **{**_LLAMA_ENDS, "legacy": False},
+        **{"add_bos_token": True, "add_eos_token": False, "use_default_system_prompt": False},
+        decoder=_FIRST | first("[INST]", "[/INST]", start=_PIECES_END),
+        **{"additional_special_tokens": [], "spaces_between_special_tokens": False},
+        chat_template=STRICT,
+        model={"model_type": "mixtral"},
+        special={name: token(text) for name, text in _LLAMA_ENDS.items()},
+        texts=("<s>[INST] hello world [/INST] the</s>", "</s> hello"),
     ),
-    "Qwen 3": Variant(
-        "python",
+    "Qwen 3": _qwen(
         {
-            "normalizer": {"type": "NFC"},
-            "pre_tokenizer": _QWEN,
-            "post_processor": {
-                "type": "ByteLevel",
-                "add_prefix_space": False,
-                "trim_offsets": False,
-            }
-            | {"use_regex": False},
+            **_QWEN_PARTS,
+            "post_processor": _LEVEL,
             "added_tokens": lambda old: stored("<think>", "</think>", start=4098, special=False)(
                 stored(*_IM)(old)
             ),
         },
-        {
-            "tokenizer_class": "Qwen2Tokenizer",
-            **{"add_bos_token": False, "add_prefix_space": False, "bos_token": None},
-            "added_tokens_decoder": {"0": token("<|endoftext|>")}
-            | first(*_IM)
-            | first("<think>", "</think>", start=4098, special=False),
-            "additional_special_tokens": [*_IM],
-            **{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None},
-            **{"errors": "replace", "split_special_tokens": False},
-            "clean_up_tokenization_spaces": False,
-            "chat_template": CHATML,
-        },
-        {"model_type": "qwen3_moe"},
-        {
-            "added_tokens.json": {"<|im_start|>": 4096, "<|im_end|>": 4097, "<think>": 4098}
-            | {"</think>": 4099},
-            "special_tokens_map.json": {
-                "additional_special_tokens": [*_IM],
-                "eos_token": token("<|im_end|>"),
-            },
-        },
-        ("<|im_start|>user\nhi<|im_end|>\n<think>\n\n</think>\n\n1234",),
+        **{"add_bos_token": False, "add_prefix_space": False, "bos_token": None},
+        decoder={"0": token("<|endoftext|>")}
+        | first(*_IM)
+        | first("<think>", "</think>", start=4098, special=False),
+        additional_special_tokens=[*_IM],
+        **{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None},
+        **{"errors": "replace", "split_special_tokens": False},
+        clean_up_tokenization_spaces=False,
+        chat_template=CHATML,
+        model={"model_type": "qwen3_moe"},
+        added={"<|im_start|>": 4096, "<|im_end|>": 4097, "<think>": 4098, "</think>": 4099},
+        special={"additional_special_tokens": [*_IM], "eos_token": token("<|im_end|>")},
+        texts=("<|im_start|>user\nhi<|im_end|>\n<think>\n\n</think>\n\n1234",),
     ),
-    "Qwen 3 VL": Variant(
-        "python",
-        {"normalizer": {"type": "NFC"}, "pre_tokenizer": _QWEN, "added_tokens": stored(*_IM)},
-        {
-            "tokenizer_class": "Qwen2TokenizerFast",
-            "added_tokens_decoder": first(*_IM),
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "extra_special_tokens": {"image_token": "<tool>", "video_token": "<|a|>"},
-        },
-        {"model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_vl_moe_text"}},
-        {"chat_template.jinja": SHOW},
+    "Qwen 3 VL": _of(
+        "Qwen2TokenizerFast",
+        {**_QWEN_PARTS, **_WITH_IM},
+        decoder=first(*_IM),
+        **{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        extra_special_tokens={"image_token": "<tool>", "video_token": "<|a|>"},
+        model={"model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_vl_moe_text"}},
+        template=SHOW,
     ),
-    "Gemma": Variant(
-        "gemma",
+    "Gemma": _of(
+        "GemmaTokenizer",
         {"added_tokens": stored("<start_of_turn>", "<end_of_turn>", start=_GEMMA_END)},
-        {
-            "tokenizer_class": "GemmaTokenizer",
-            **{"add_bos_token": True, "add_eos_token": False, "boi_token": "<tool>"},
-            "added_tokens_decoder": {
-                str(i): token(text)
-                for i, text in enumerate(("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"))
-            }
-            | first("<start_of_turn>", "<end_of_turn>", start=_GEMMA_END),
-            "extra_special_tokens": {"image_token": "<|a|>", "boi_token": "<tool>"},
-            "sp_model_kwargs": None,
-            "spaces_between_special_tokens": False,
-            "use_default_system_prompt": False,
-        },
-        {"model_type": "gemma4"},
-        {"chat_template.jinja": STRICT},
-        ("<bos><start_of_turn>user\nhello  world<end_of_turn>\n",),
+        base="gemma",
+        **{"add_bos_token": True, "add_eos_token": False, "boi_token": "<tool>"},
+        decoder=first("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", start=0)
+        | first("<start_of_turn>", "<end_of_turn>", start=_GEMMA_END),
+        extra_special_tokens={"image_token": "<|a|>", "boi_token": "<tool>"},
+        **{"sp_model_kwargs": None, "spaces_between_special_tokens": False},
+        use_default_system_prompt=False,
+        model={"model_type": "gemma4"},
+        template=STRICT,
+        texts=("<bos><start_of_turn>user\nhello  world<end_of_turn>\n",),
     ),
-    "DeepSeek": Variant(
-        "python",
+    "DeepSeek": _of(
+        "LlamaTokenizerFast",
         {
             "pre_tokenizer": _LLAMA,
             "added_tokens": lambda old: [
@@ -865,84 +670,60 @@ _PUBLISHED = {
             ],
             "post_processor": around([(_DEEPSEEK[0], 4096)]),
         },
-        {
-            "tokenizer_class": "LlamaTokenizerFast",
-            **{"add_bos_token": True, "add_eos_token": False, "legacy": True, "unk_token": None},
-            **{"bos_token": typed(_DEEPSEEK[0], normalized=True)},
-            **{"eos_token": typed(_DEEPSEEK[1]), "pad_token": typed(_DEEPSEEK[1])},
-            "sp_model_kwargs": {},
-            "chat_template": SHOW,
-        },
-        {"model_type": "deepseek_v3"},
-        {},
-        (f"{_DEEPSEEK[0]}{_DEEPSEEK[3]}hi {_DEEPSEEK[1]}",),
+        **{"add_bos_token": True, "add_eos_token": False, "legacy": True, "unk_token": None},
+        bos_token=typed(_DEEPSEEK[0], normalized=True),
+        **{"eos_token": typed(_DEEPSEEK[1]), "pad_token": typed(_DEEPSEEK[1])},
+        **{"sp_model_kwargs": {}, "chat_template": SHOW},
+        model={"model_type": "deepseek_v3"},
+        texts=(f"{_DEEPSEEK[0]}{_DEEPSEEK[3]}hi {_DEEPSEEK[1]}",),
     ),
-    "GPT-OSS": Variant(
-        "python",
+    "GPT-OSS": _of(
+        _FAST,
         {"added_tokens": stored(*_HARMONY_TOKENS), "pre_tokenizer": _LLAMA},
-        {
-            **_FAST,
-            "added_tokens_decoder": {"0": token("<|endoftext|>")} | first(*_HARMONY_TOKENS),
-            **{"bos_token": "<|startoftext|>", "eos_token": "<|return|>"},
-            **{"pad_token": "<|endoftext|>", "extra_special_tokens": {}},
-        },
-        {"model_type": "gpt_oss"},
-        {"chat_template.jinja": HARMONY},
-        ("<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final",),
+        decoder={"0": token("<|endoftext|>")} | first(*_HARMONY_TOKENS),
+        **{"bos_token": "<|startoftext|>", "eos_token": "<|return|>"},
+        **{"pad_token": "<|endoftext|>", "extra_special_tokens": {}},
+        model={"model_type": "gpt_oss"},
+        template=HARMONY,
+        texts=("<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final",),
     ),
-    "GLM": Variant(
-        "python",
+    "GLM": _of(
+        "PreTrainedTokenizer",
         {"added_tokens": stored(*_GLM_TOKENS[1:])},
-        {
-            "tokenizer_class": "PreTrainedTokenizer",
-            "added_tokens_decoder": {"0": token("<|endoftext|>")} | first(*_GLM_TOKENS[1:]),
-            "additional_special_tokens": list(_GLM_TOKENS),
-            **{"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
-            **{"do_lower_case": False, "remove_space": False, "padding_side": "left"},
-        },
-        {"model_type": "glm4_moe"},
-        {"chat_template.jinja": "[gMASK]<sop>" + CHATML},
-        ("[gMASK]<sop><|user|>\nhi",),
+        decoder={"0": token("<|endoftext|>")} | first(*_GLM_TOKENS[1:]),
+        additional_special_tokens=list(_GLM_TOKENS),
+        **{"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+        **{"do_lower_case": False, "remove_space": False, "padding_side": "left"},
+        model={"model_type": "glm4_moe"},
+        template="[gMASK]<sop>" + CHATML,
+        texts=("[gMASK]<sop><|user|>\nhi",),
     ),
-    "Nemotron": Variant(
-        "python",
-        {
-            "added_tokens": stored("<unk>", "<s>", "</s>", "[INST]", "<SPECIAL_10>"),
-            "post_processor": around([("<s>", 4097)]),
-        },
-        {
-            **_FAST,
-            "added_tokens_decoder": first("<unk>", "<s>", "</s>", "[INST]", "<SPECIAL_10>"),
-            **{**_LLAMA_ENDS, "add_bos_token": False, "clean_up_tokenization_spaces": False},
-        },
-        {"model_type": "nemotron_h"},
-        {
-            "chat_template.jinja": SHOW,
-            "special_tokens_map.json": {name: token(text) for name, text in _LLAMA_ENDS.items()},
-        },
-        ("<SPECIAL_10>System\n<s>hi</s>",),
+    "Nemotron": _of(
+        _FAST,
+        {"added_tokens": stored(*_NEMOTRON), "post_processor": around([("<s>", 4097)])},
+        decoder=first(*_NEMOTRON),
+        **{**_LLAMA_ENDS, "add_bos_token": False, "clean_up_tokenization_spaces": False},
+        model={"model_type": "nemotron_h"},
+        template=SHOW,
+        special={name: token(text) for name, text in _LLAMA_ENDS.items()},
+        texts=("<SPECIAL_10>System\n<s>hi</s>",),
     ),
-    "MiniMax": Variant(
-        "python",
+    "MiniMax": _of(
+        "GPT2Tokenizer",
         {"added_tokens": stored("]~!b[", "[e~[", special=False)},
-        {
-            "tokenizer_class": "GPT2Tokenizer",
-            "added_tokens_decoder": first("]~!b[", "[e~["),
-            **{"bos_token": "]~!b[", "eos_token": "[e~[", "unk_token": "]!d~["},
-            "add_prefix_space": False,
-        },
-        {"model_type": "minimax_m2"},
-        {"chat_template.jinja": SHOW},
-        ("]~!b[ hi [e~[",),
+        decoder=first("]~!b[", "[e~["),
+        **{"bos_token": "]~!b[", "eos_token": "[e~[", "unk_token": "]!d~["},
+        add_prefix_space=False,
+        model={"model_type": "minimax_m2"},
+        template=SHOW,
+        texts=("]~!b[ hi [e~[",),
     ),
-    "Qwen 3.5": Variant(
-        "python",
-        {"normalizer": {"type": "NFC"}, "pre_tokenizer": _QWEN, "added_tokens": stored(*_IM)},
-        {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
-        | {"added_tokens_decoder": first(*_IM)},
-        {"model_type": "qwen3_5_moe"},
-        {},
-        ("हिन्दी e\u0301a",),
+    "Qwen 3.5": _qwen(
+        {**_QWEN_PARTS, **_WITH_IM},
+        eos_token="<|im_end|>",
+        decoder=first(*_IM),
+        model={"model_type": "qwen3_5_moe"},
+        texts=("हिन्दी e\u0301a",),
     ),
 }
 
