@@ -305,8 +305,19 @@ def test_the_bound_of_blocks_catches_a_field_that_is_read_wrong(folder, changes,
     assert relative(found, expected) > 100 * BLOCK_BOUND
 
 
-@pytest.mark.parametrize(("folder", "changes"), FAULTS, ids=str)
+def slow_beside_each_mixer(faults):
+    """Mark all faults as slow except those of `EACH_MIXER`. Each compiles a model of its own."""
+    return [
+        pytest.param(folder, changes, marks=() if folder in EACH_MIXER else pytest.mark.slow)
+        for folder, changes in faults
+    ]
+
+
+@pytest.mark.parametrize(("folder", "changes"), slow_beside_each_mixer(FAULTS), ids=str)
 def test_the_bound_of_logits_catches_a_field_that_is_read_wrong(folder, changes, tmp_path):
-    """A wrong value of a config field changes logits by far more than the bound."""
+    """A wrong value of a config field changes logits by far more than the bound.
+
+    In each run, `test_logits` of test_default_dtype.py shows that the right values meet it.
+    """
     case = load_case(folder, with_faults(folder, changes, tmp_path))
     assert case.error(run(case.model, case.ids)) > 100
