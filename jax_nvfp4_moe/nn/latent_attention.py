@@ -14,8 +14,6 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends.cache import append
-from jax_nvfp4_moe.backends.latents import rotate_key
 from jax_nvfp4_moe.nn.attention import build_keys_and_values, empty_entries
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
@@ -25,11 +23,12 @@ from jax_nvfp4_moe.nn.intermediates import is_recorded, record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.packing import is_spread, pack_like, spread
 from jax_nvfp4_moe.numerics.rope import Rope
-from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.cache import append
+from jax_nvfp4_moe.ops.causal_attention.op import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
-from jax_nvfp4_moe.ops.latents import prepare_latents
+from jax_nvfp4_moe.ops.latents import prepare_latents, rotate_key
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from given import ROOT, TESTS
 
-from jax_nvfp4_moe.backends import sm100
+from jax_nvfp4_moe.ops.experts import sm100
 
 ROWS = {
     "one_row": [1],

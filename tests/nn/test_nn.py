@@ -18,12 +18,12 @@ from jax_nvfp4_moe import (
     quantize,
     quantize_experts,
 )
-from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.nn.dense import DenseLinear, NVFP4Param
 from jax_nvfp4_moe.nn.moe import LatentProjections
 from jax_nvfp4_moe.nn.token_router import RouterCorrection
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router, route
+from jax_nvfp4_moe.ops.records import RECORDS
 from jax_nvfp4_moe.testing import (
     assert_as_accurate_as,
     moe_mlp_float64,
@@ -305,7 +305,7 @@ def test_explain_names_every_module_inside():
 
 def test_weights_stand_in_the_layout_of_their_kernel():
     for module in (make(backend="reference"), make()):
-        (record,) = (b for b in BACKENDS if b.name == explain(module).backend)
+        (record,) = (b for b in RECORDS if b.name == explain(module).backend)
         assert module.experts.params.get_value().layout == record.layout
 
 

@@ -17,7 +17,7 @@ from host_devices import BOUND, SHAPES, call, difference, make_mesh, name_shape,
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import NVFP4MoE, Target, load_model, load_moe, ops
-from jax_nvfp4_moe.backends.conversion import forget_reports
+from jax_nvfp4_moe.ops.conversion import forget_reports
 from jax_nvfp4_moe.parallel import run_sharded
 from jax_nvfp4_moe.parallel.shard_order import join_shards
 from jax_nvfp4_moe.parallel.shard_spec import array_layouts, find_layout
