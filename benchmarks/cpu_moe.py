@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.backends.cpu import moe_workspace_bytes
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
+from jax_nvfp4_moe.ops.experts.cpu import moe_workspace_bytes
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
 HERE = pathlib.Path(__file__).parent

@@ -74,7 +74,7 @@ NB_MODULE(_nvfp4_cuda, m) {
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
       "Return whether GPUs of compute capability 9.0 can run the targets for 10.x and 12.x, by "
       "emulation.");
-  // The following functions are for tests, which compare them with backends/cuda.py.
+  // The following functions are for tests, which compare them with ops/experts/cuda.py.
   m.def(
       "needed_shared_bytes",
       [] {

@@ -17,12 +17,12 @@ of the user and the device:
 | any | w4a4_token_scale | any | activations rounded to FP4 with one global scale per token |
 
 `backends.resolution.resolve` decides the backend: the first record of an ordered tuple that accepts
-the problem. A `Plan` holds both decisions.
+the problem. A `backends.plan.Plan` holds both decisions.
 """
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -268,8 +268,10 @@ class Problem:
       hidden: number of features of a token, or k of a GEMM; 16 by default.
       intermediate: number of features between two GEMMs, or n of a GEMM; 16 by default.
       activation: name of the activation, or None (default) for an op without one.
-      head_widths: widths of attention heads or of parts of them; empty (default) for other ops.
+      sizes: further sizes on which the choice depends, by name, such as {"key width": 64}. Pairs
+        (name, number) are accepted too, and are what the field holds; empty (default) for none.
       cache_dtype: dtype of the keys and values, if they are in FP8; None (default) otherwise.
+      weight_dtype: dtype of weights that are not quantized; None (default) for other ops.
       unavailable: pairs (extension, reason) of compiled modules that this process lacks. Empty
         (default) for a target other than the current device, because lowering needs no extension.
 
@@ -289,186 +291,19 @@ class Problem:
     hidden: int = 16
     intermediate: int = 16
     activation: str | None = None
-    head_widths: tuple[int, ...] = ()
+    sizes: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
     cache_dtype: str | None = None
+    weight_dtype: str | None = None
     unavailable: tuple[tuple[str, str], ...] = ()
 
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """The compute capabilities ``[low, high)`` on which a backend implements `schemes`.
-
-    A CPU counts as (0, 0). The scheme None stands for ops without a scheme.
-    """
-
-    schemes: frozenset[Scheme | None]
-    low: ComputeCapability = (0, 0)
-    high: ComputeCapability = (1000, 0)
-
-    def __contains__(self, problem: Problem) -> bool:
-        """Whether both the scheme and the device of `problem` are in this range."""
-        return problem.scheme in self.schemes and self.reaches(problem)
-
-    def reaches(self, problem: Problem) -> bool:
-        """Whether the device of `problem` is in this range, whatever its scheme."""
-        return self.low <= (problem.target.compute_capability or (0, 0)) < self.high
+    def __post_init__(self):
+        """Keep the sizes as pairs, because the fields of a static value must have a hash."""
+        object.__setattr__(self, "sizes", tuple(dict(self.sizes).items()))
 
 
 def does_not_implement(op: str) -> str:
     """Return the reason against a backend of other ops, which tables for users leave out."""
     return f"does not implement {op}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Capability:
-    """What a backend accepts. A field with its default value accepts everything that it can.
-
-    Attributes:
-      ops: names of the ops that the backend implements.
-      devices: the devices on which it implements certain schemes.
-      platform: "cpu", "cuda", or None (default) for any platform.
-      extension: name of the compiled module with the kernels, or of a part of one (`_ffi.PARTS`);
-        None (default) for plain XLA.
-      dtypes: names of the dtypes of activations.
-      max_experts, max_top_k: largest number of experts, in all and per token.
-      max_extent: largest number of rows or columns of a matrix.
-      head_widths: range of all widths of heads, or a tuple with one range for each.
-      shared_bytes: bytes of shared memory per thread block that the most demanding kernel needs.
-    """
-
-    ops: frozenset[str]
-    devices: tuple[Device, ...]
-    platform: str | None = None
-    extension: str | None = None
-    dtypes: frozenset[str] = frozenset({"bfloat16", "float16", "float32"})
-    max_experts: int = 512
-    max_top_k: int = 32
-    max_extent: int = 1 << 62
-    head_widths: range | tuple[range, ...] = range(1 << 62)
-    shared_bytes: int = 0
-
-    def reason_against(self, p: Problem) -> str | None:
-        """Return in words why this backend cannot run the problem `p`; None if it can."""
-        if p.op not in self.ops:  # the most frequent reason, which needs no other text
-            return does_not_implement(p.op)
-        missing = dict(p.unavailable).get(self.extension or "")
-        extent, most, widths = max(p.hidden, p.intermediate), self.max_extent, self.head_widths
-        each = widths if isinstance(widths, tuple) else (widths,) * len(p.head_widths)
-        reached = [d for d in self.devices if d.reaches(p)]
-        checks = (
-            (self.platform in (None, p.target.platform), f"needs {self.platform}, got {p.target}"),
-            (bool(reached), f"needs {self._ranges()}, got {p.target}"),
-            (
-                self.shared_bytes <= p.target.shared_bytes,
-                f"needs {self.shared_bytes} bytes of shared memory per thread block, and "
-                f"{p.target} has {p.target.shared_bytes}",
-            ),
-            (any(p in d for d in reached), f"does not implement {p.scheme} on {p.target}"),
-            (p.dtype in self.dtypes, f"needs {' or '.join(sorted(self.dtypes))}, got {p.dtype}"),
-            (
-                p.num_experts <= self.max_experts,
-                f"needs at most {self.max_experts} experts, got {p.num_experts}",
-            ),
-            (p.top_k <= self.max_top_k, f"needs top_k of at most {self.max_top_k}, got {p.top_k}"),
-            (extent <= most, f"needs matrices of at most {most} rows and columns, got {extent}"),
-            (
-                all(w in own for w, own in zip(p.head_widths, each, strict=False)),
-                f"needs widths of heads in {widths}, got {p.head_widths}",
-            ),
-            (missing is None, f"{missing}"),
-        )
-        return next((why for ok, why in checks if not ok), None)
-
-    def _ranges(self):
-        """Return the ranges of compute capability in words."""
-        spans = (f"[{d.low[0]}.{d.low[1]}, {d.high[0]}.{d.high[1]})" for d in self.devices)
-        return "compute capability in " + " or ".join(spans)
-
-
-def no_notes(_: Problem) -> tuple[str, ...]:
-    """Return no notes: for a backend that has one kernel for an op."""
-    return ()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Backend:
-    """One way to compute ops: a record in the ordered tuple ``backends.BACKENDS``.
-
-    Attributes:
-      name: the common stem of the names of its kernel file, FFI targets and tests.
-      can: the problems that it accepts.
-      layout: name of the layout in which it reads weights.
-      lower: op -> function that emits the computation.
-      status: on which hardware it has been executed, emulated or only compiled.
-      notes: function of a problem that says which kernels run where a user may expect others.
-      ffi_targets: names of the FFI targets that `lower` calls; empty (default) for plain XLA.
-    """
-
-    name: str
-    can: Capability
-    layout: str
-    lower: Mapping[str, Callable]
-    status: str
-    notes: Callable[[Problem], tuple[str, ...]] = no_notes
-    ffi_targets: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How one op runs: its scheme, its backend, and the layout in which the backend reads weights.
-
-    `backends.resolution.resolve` creates one plan per layer. Weight preparation, the call and
-    `explain` read that plan, so that weights are always prepared for the kernel that the call uses.
-
-    Attributes:
-      problem: the static facts, including the chosen scheme.
-      backend: the chosen record.
-      why: the reason for the scheme in words; empty if the problem already had a scheme.
-      checkpoint_scheme: the scheme that the checkpoint declares, or None.
-      requested_scheme: the requested scheme, or None; `explain` uses it for another device.
-      requested_backends: names of the requested backends, or None.
-    """
-
-    problem: Problem
-    backend: Backend
-    why: str = ""
-    checkpoint_scheme: Scheme | None = None
-    requested_scheme: str | None = None
-    requested_backends: tuple[str, ...] | None = None
-
-    @property
-    def scheme(self) -> Scheme | None:
-        """The chosen scheme; None for an op without a scheme."""
-        return self.problem.scheme
-
-    @property
-    def target(self) -> Target:
-        """The device for which the op is lowered."""
-        return self.problem.target
-
-    @property
-    def layout(self) -> str:
-        """Name of the layout in which the backend reads weights."""
-        return self.backend.layout
-
-    @property
-    def lower(self) -> Callable:
-        """The backend's function that emits the computation."""
-        return self.backend.lower[self.problem.op]
-
-    def check(self, **facts: Any) -> None:
-        """Check that the planned backend can run a call with other `facts`, fields of `Problem`.
-
-        Raises:
-          NoBackendError: if it cannot; the message says why.
-        """
-        problem = dataclasses.replace(self.problem, **facts)
-        reason = self.backend.can.reason_against(problem)
-        if reason and problem != self.problem:
-            raise NoBackendError(
-                f"plan: the weights are prepared for backend {self.backend.name!r}, which cannot "
-                f"run {problem}: {reason}. Prepare the weights again with the facts of this call"
-            )
 
 
 @dataclasses.dataclass(frozen=True)

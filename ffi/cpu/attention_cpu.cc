@@ -16,7 +16,7 @@
 // few queries. Their keys are then cut into parts of a fixed size, so that all threads have work in
 // a long context. A second phase merges the parts, in order.
 //
-// Test: tests/ops/test_attention_cpu.py. Reference: backends/attention.py.
+// Test: tests/ops/test_attention_cpu.py. Reference: ops/causal_attention/meaning.py.
 #include <algorithm>
 #include <cmath>
 #include <limits>

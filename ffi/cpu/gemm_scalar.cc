@@ -9,7 +9,7 @@
 //
 // Sums run over k in order, 64 at a time, and are then added to out.
 //
-// The table of kernels is in kernels.h. Reference: backends/reference.py.
+// The table of kernels is in kernels.h. Reference: ops/experts/meaning.py.
 // Test: tests/backends/test_cpu_kernel.py, isa="scalar".
 #include <algorithm>
 #include <cmath>

@@ -14,7 +14,7 @@
 //   prepare   converts x to rows in the format of the kernels; quantizes them in W4A4
 //   multiply  for each (row block, column pairs): product, scale, bias, rounding -> y
 //
-// Test: tests/backends/test_cpu_kernel.py. Reference: backends/reference.py.
+// Test: tests/backends/test_cpu_kernel.py. Reference: ops/experts/meaning.py.
 #include <cstring>
 
 #include "experts.h"

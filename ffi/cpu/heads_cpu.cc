@@ -4,14 +4,14 @@
 //   qkv [b, t, (n + 2m) d] -> q [b, t, n, d], keys and values [b, m, s, d]
 //
 // With gates, qkv is [b, t, (2n + 2m) d], and the gate of each query head follows it. Each step
-// rounds to the type of the heads, as the jnp expressions of backends/heads.py do. For a cache in
+// rounds to the type of the heads, as the jnp expressions of ops/heads.py do. For a cache in
 // E4M3, keys and values are rounded once more, as round_fp8 of numerics/fp8.py does. Tokens at
 // positions outside of the cache are not written.
 //
 // A work item is one token. All of its heads share the sines of its position, which XLA computes
 // again for each head. The arithmetic is PrepareHead in elementwise.h.
 //
-// Test: tests/ops/test_heads.py. Reference: backends/heads.py.
+// Test: tests/ops/test_heads.py. Reference: ops/heads.py.
 #include <cmath>
 #include <cstring>
 

@@ -19,7 +19,7 @@
 // Every sum runs in an order that the shapes of the operands fix. Results therefore depend neither
 // on the number of threads nor on other calls.
 //
-// Test: tests/backends/test_cpu_kernel.py. Reference: backends/reference.py.
+// Test: tests/backends/test_cpu_kernel.py. Reference: ops/experts/meaning.py.
 #include <cstring>
 
 #include "experts.h"

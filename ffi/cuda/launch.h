@@ -90,7 +90,7 @@ struct MoECall {
   int64_t output_bytes() const { return shape.t * shape.h * Bytes(type); }
 };
 
-// An expert layer on the plain kernels. backends/cuda.py has the same formulas for all workspaces,
+// An expert layer on the plain kernels. ops/experts/cuda.py has the same formulas for all workspaces,
 // and a test compares them.
 int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
@@ -114,7 +114,7 @@ bool HasSm120();
 // of an engine, the fourth is for latent attention with the fewest rows. It chooses more rows where
 // there is more memory. The last two are for the kernels for few slots, GEMM 1 and GEMM 2 with rows
 // of k elements. They run a layer only if the device has that much (expert_gemm_few.cuh).
-// backends/cuda_notes.py has the same numbers, and tests compare them.
+// ops/experts/cuda_notes.py has the same numbers, and tests compare them.
 int64_t MaxSharedBytesSm80();
 int64_t MaxSharedBytesSm90();
 int64_t MaxSharedBytesSm120();

@@ -36,6 +36,8 @@ from jax.experimental.custom_partitioning import (
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
+
 _NO_MESH = AbstractMesh((), ())
 _SUM = "+"
 # For each of several arrays, the names of its first dimensions. That of a sum ends with `_SUM`.
@@ -47,9 +49,9 @@ _Parts = Mapping[str, tuple[str, ...]]
 def by_rows(run: Callable[..., Any], rule: str) -> Callable[..., Any]:
     """Return `run` as a function that devices run on the rows that they hold.
 
-    If the rows are on Explicit axes, their types say how they are sharded, and the function is a
-    `jax.shard_map`. With Auto axes, XLA's partitioner decides how they are sharded, and calls back
-    for the program of one device. For a single device, the program is that of `run`.
+    XLA's partitioner decides how the rows are sharded, and calls back for the program of a device.
+    If the rows are on Explicit axes, `on_auto_axes` runs the function, and the results have the
+    types that follow from the rule. For a single device, the program is that of `run`.
 
     Derivatives must be defined around the function: it has none.
 
@@ -68,6 +70,9 @@ def by_rows(run: Callable[..., Any], rule: str) -> Callable[..., Any]:
     def call(*operands):
         if _is_on_one_device(operands):
             return run(*operands)
+        if find_explicit_mesh(operands) is not None:
+            place = functools.partial(_place_results, entries, results)
+            return on_auto_axes(call, place=place)(*operands)
         leaves, tree = jax.tree.flatten(operands)
         rows = _expand(entries, operands)
         if any(0 in leaf.shape[: len(names)] for names, leaf in zip(rows, leaves, strict=True)):
@@ -76,14 +81,12 @@ def by_rows(run: Callable[..., Any], rule: str) -> Callable[..., Any]:
         def again(*leaves):
             return run(*tree.unflatten(leaves))
 
-        # Types on Explicit axes have shardings that `run` may not take outside of `shard_map`.
-        plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        closed, shapes = jax.make_jaxpr(again, return_shape=True)(*plain)
+        closed, shapes = jax.make_jaxpr(again, return_shape=True)(*leaves)
         own = _expand(results, shapes if isinstance(shapes, (tuple, list)) else (shapes,))
         traced = jaxpr_as_fun(closed)
         if closed.consts:  # The partitioner takes no function with constants, such as tables.
             traced, again = jax.jit(traced), jax.jit(again)
-        found = _divide(traced, again, rows, own, _find_explicit(leaves))(*leaves)
+        found = _divide(traced, again, rows, own)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return call
@@ -106,6 +109,16 @@ def _is_on_one_device(operands):
     return jax.device_count() == 1 and not any(map(is_on_mesh, jax.tree.leaves(operands)))
 
 
+def _place_results(entries, results, operands, y):
+    """Return how each array of the results `y` is sharded, from operands on Explicit axes."""
+    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(operands)]
+    mesh = find_explicit_mesh(operands)
+    specs = [(one.shape, one.sharding.spec) for one in types]
+    parts = _find_parts(_expand(entries, operands), specs, mesh)
+    rows = _expand(results, y if isinstance(y, tuple | list) else (y,))
+    return [_spec(parts, names, len(names)) for names in rows]
+
+
 def _expand(entries: Sequence[str], trees: Sequence[Any]) -> _Rows:
     """Return the names of rows for each leaf of `trees`, of which each has an entry."""
     return [
@@ -122,7 +135,7 @@ def _name_rows(names, ndim):
     return () if names == ["-"] else tuple(names)
 
 
-def _divide(traced, again, rows: _Rows, results: _Rows, mesh):
+def _divide(traced, again, rows: _Rows, results: _Rows):
     """Return a function that devices run on the rows that they hold, also under `jax.vmap`.
 
     Args:
@@ -130,12 +143,8 @@ def _divide(traced, again, rows: _Rows, results: _Rows, mesh):
       again: function of the same arrays, to trace for one device. It may return a pytree.
       rows: the rows of the operands.
       results: the rows of the results.
-      mesh: the mesh whose Explicit axes divide the rows; None for Auto axes.
     """
-    if mesh is None:
-        mapped = custom_vmap(_partition(traced, again, rows, results))
-    else:
-        mapped = custom_vmap(_shard(again, rows, results, mesh))
+    mapped = custom_vmap(_partition(traced, again, rows, results))
 
     @mapped.def_vmap
     def _map(size, batched, *leaves):
@@ -144,7 +153,7 @@ def _divide(traced, again, rows: _Rows, results: _Rows, mesh):
         name = (f"mapped{max(map(len, rows))}",)
         inner = [name + names if one else names for one, names in zip(batched, rows, strict=True)]
         outer = [name + names for names in results]
-        run = _divide(over(traced), over(again), inner, outer, mesh)
+        run = _divide(over(traced), over(again), inner, outer)
         return run(*leaves), [True] * len(outer)
 
     return mapped
@@ -185,33 +194,6 @@ def _partition(traced, again, rows: _Rows, results: _Rows):
         decode_shardings=False,  # JAX fails for those that are not along whole axes of a mesh.
     )
     return divided
-
-
-def _shard(again, rows: _Rows, results: _Rows, mesh):
-    """Return a function of arrays on Explicit axes; the arguments are those of `_divide`."""
-
-    def run(*leaves):
-        specs = [(leaf.shape, jax.typeof(leaf).sharding.spec) for leaf in leaves]
-        parts = _find_parts(rows, specs, mesh)
-        places = _place(mesh, parts, rows, leaves)
-        own = functools.partial(_run_part, again, results, parts)
-        # Types of custom calls do not say how results vary between devices: nothing to check.
-        body = jax.shard_map(
-            own,
-            mesh=mesh,
-            in_specs=tuple(place.spec for place in places),
-            out_specs=[_spec(parts, names, len(names)) for names in results],
-            check_vma=False,
-        )
-        return body(*map(jax.sharding.reshard, leaves, places))
-
-    return run
-
-
-def _find_explicit(leaves):
-    """Return the mesh with Explicit axes on which one of `leaves` lies, or None."""
-    meshes = (jax.typeof(leaf).sharding.mesh for leaf in leaves)
-    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def _run_part(again, results: _Rows, parts: _Parts, *leaves):

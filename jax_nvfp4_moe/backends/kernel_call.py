@@ -11,7 +11,7 @@ from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
 
 def kernel_call(
     ffi_target: str,
-    results: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    results: Any,
     *,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def kernel_call(
 
     Args:
       ffi_target: name under which the extension registers the target.
-      results: shape and dtype of the result, or of each of several results.
+      results: something with the shape and dtype of the result, or a sequence for several results.
       input_output_aliases: index of an operand -> index of the result that takes its memory; None
         (default) for none.
 
@@ -33,8 +33,14 @@ def kernel_call(
       of JAX gives results that do not vary, and their gradients would be wrong.
     """
     aliases = dict(input_output_aliases or {})
+    is_single = not isinstance(results, Sequence)
+    several = [results] if is_single else results
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in several]
     call = jax.ffi.ffi_call(
-        ffi_target, results, input_output_aliases=aliases, vmap_method="sequential"
+        ffi_target,
+        shapes[0] if is_single else shapes,
+        input_output_aliases=aliases,
+        vmap_method="sequential",
     )
 
     def run(*operands, **attributes):
@@ -45,12 +51,14 @@ def kernel_call(
         if 0 not in operands[0].shape:
             return call(*operands, **attributes)
         kept = {result: operands[operand] for operand, result in aliases.items()}
-        if isinstance(results, jax.ShapeDtypeStruct):
-            return kept.get(0, _zeros(results))
-        return [kept[i] if i in kept else _zeros(one) for i, one in enumerate(results)]
+        found = [
+            kept[i] if i in kept else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(shapes)
+        ]
+        return found[0] if is_single else found
 
     return run
 
 
-def _zeros(result):
-    return jnp.zeros(result.shape, result.dtype)
+def scratch(size: int) -> jax.ShapeDtypeStruct:
+    """Return the result of a kernel that is `size` bytes of scratch memory."""
+    return jax.ShapeDtypeStruct((size,), jnp.uint8)

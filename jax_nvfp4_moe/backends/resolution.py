@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from jax_nvfp4_moe.backends import BACKENDS, _ffi
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.backends.plan import Plan
+from jax_nvfp4_moe.backends.record import Backend
 from jax_nvfp4_moe.scheme import (
-    Backend,
     Choice,
     NoBackendError,
-    Plan,
     Problem,
     Scheme,
     Target,
@@ -21,28 +21,6 @@ from jax_nvfp4_moe.scheme import (
 )
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
-
-# Ops that run the reference on devices where it is the intended path: no warning is due.
-_PLAIN_OPS = frozenset(
-    {
-        "activate",
-        "add_gated",
-        "add_linear_gated",
-        "add_rms_norm",
-        "attention",
-        "causal_convolution",
-        "gate_heads",
-        "gated_delta_rule",
-        "gated_delta_step",
-        "kimi_delta_step",
-        "latent_attention",
-        "mamba2_scan",
-        "mamba2_step",
-        "prepare_heads",
-        "prepare_latents",
-        "route",
-    }
-)
 
 
 def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:
@@ -63,6 +41,7 @@ def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:
 
 def resolve(
     problem: Problem,
+    records: Sequence[Backend],
     *,
     checkpoint_scheme: Scheme | str | None = None,
     requested_scheme: Scheme | str | None = None,
@@ -73,6 +52,7 @@ def resolve(
     Args:
       problem: the static facts. If `checkpoint_scheme` is given, the chosen scheme replaces that of
         the problem.
+      records: the backends, in order of preference.
       checkpoint_scheme: what the checkpoint declares for the weights, "w4a16" or "w4a4". None
         (default) if the problem already has a scheme or needs none.
       requested_scheme: None (default), "checkpoint" or a scheme; see `scheme.choose_scheme`.
@@ -98,9 +78,9 @@ def resolve(
     if not problem.unavailable:
         problem = dataclasses.replace(problem, unavailable=unavailable_for(problem.target))
     names = find_names(backend)
-    chosen = choose_backend(problem, BACKENDS, names)
-    _log_backend(problem.op, problem.scheme, problem.target, chosen.name, names is None)
-    if names is None and chosen.name == "reference":
+    chosen = choose_backend(problem, records, names)
+    _log_backend(problem.op, problem.scheme, problem.target, chosen, names is None)
+    if names is None and chosen.platform is None:
         for extension, reason in problem.unavailable:
             if extension in _ffi.EXTENSIONS:
                 _warn_of_extension(problem.target, reason)
@@ -140,12 +120,12 @@ def choose_backend(
     records = {backend.name: backend for backend in backends}
     for name in names or ():
         if name not in records:
-            able = [name for name, one in records.items() if problem.op in one.can.ops]
+            able = [name for name, one in records.items() if problem.op in one.lower]
             raise ValueError(f"backend: expected one of {able}, got {name!r}")
     for name in names or records:
-        if records[name].can.reason_against(problem) is None:
+        if records[name].reason_against(problem, asked=names is not None) is None:
             return records[name]
-    ops = sorted({op for backend in backends for op in backend.can.ops})
+    ops = sorted({op for backend in backends for op in backend.lower})
     if problem.op not in ops:
         raise NoBackendError(f"op: expected one of {', '.join(ops)}; got {problem.op!r}")
     other = does_not_implement(problem.op)
@@ -160,9 +140,14 @@ def choose_backend(
     raise NoBackendError(f"{wanted} {problem}:\n{lines}")
 
 
-def reasons_against(problem: Problem, backends: Sequence[Backend]) -> dict[str, str | None]:
-    """Return backend name -> why it cannot run `problem`, or None if it can, in order."""
-    return {backend.name: backend.can.reason_against(problem) for backend in backends}
+def reasons_against(
+    problem: Problem, backends: Sequence[Backend], asked: bool = True
+) -> dict[str, str | None]:
+    """Return backend name -> why it does not run `problem`, or None if it does, in order.
+
+    `asked` says whether the backends are asked for by their names; True by default.
+    """
+    return {backend.name: backend.reason_against(problem, asked) for backend in backends}
 
 
 @functools.cache
@@ -172,12 +157,13 @@ def log_scheme(checkpoint_scheme: Scheme, scheme: Scheme, why: str) -> None:
 
 
 @functools.cache
-def _log_backend(op, scheme, target, name, automatic):
-    """Log the choice of a backend once; warn if an automatic choice is the slow reference."""
-    if automatic and name == "reference" and op not in _PLAIN_OPS:
+def _log_backend(op, scheme, target, backend, automatic):
+    """Log the choice of a backend once; warn if an automatic choice is slow."""
+    if automatic and op in backend.slow:
         _LOG.warning("%s %s on %s runs the slow reference; `explain` says why", op, scheme, target)
     else:
-        _LOG.info("backend %s for %s on %s", name, f"{op} {scheme}" if scheme else op, target)
+        called = f"{op} {scheme}" if scheme else op
+        _LOG.info("backend %s for %s on %s", backend.name, called, target)
 
 
 @functools.cache
@@ -186,18 +172,19 @@ def _warn_of_extension(target, reason):
     _LOG.warning("no kernels on %s: %s", target, reason)
 
 
-def explain_plan(plan: Plan) -> Choice:
-    """Return the choices of `plan`, with the reason against every other backend."""
-    reasons = reasons_against(plan.problem, BACKENDS)
+def explain_plan(plan: Plan, records: Sequence[Backend]) -> Choice:
+    """Return the choices of `plan`, with the reason against every other one of `records`."""
+    reasons = reasons_against(plan.problem, records, asked=plan.requested_backends is not None)
     against = {name: reason for name, reason in reasons.items() if reason is not None}
     notes = plan.backend.notes(plan.problem)
     return Choice(plan.scheme, plan.backend.name, against, plan.why, plan.problem, notes=notes)
 
 
-def resolve_again(plan: Plan, **facts: Any) -> Plan:
+def resolve_again(plan: Plan, records: Sequence[Backend], **facts: Any) -> Plan:
     """Resolve the requests of `plan` again with other `facts`, which are fields of `Problem`."""
     return resolve(
         dataclasses.replace(plan.problem, unavailable=(), **facts),
+        records,
         checkpoint_scheme=plan.checkpoint_scheme,
         requested_scheme=plan.requested_scheme,
         backend=plan.requested_backends,

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.cli.escaping import escape_line
@@ -24,6 +23,7 @@ from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.ops.records import RECORDS
 from jax_nvfp4_moe.scheme import Target
 
 TARGETS = (
@@ -235,8 +235,8 @@ def _choices(kinds) -> Iterator[str]:
             lines = [f"    scheme  {choice.scheme}: {choice.why}", f"    backend {choice.backend}"]
             lines += [
                 f"      not {other.name}: {choice.reasons[other.name]}"
-                for other in BACKENDS
-                if choice.problem.op in other.can.ops and other.name in choice.reasons
+                for other in RECORDS
+                if choice.problem.op in other.lower and other.name in choice.reasons
             ]
             answers.setdefault("\n".join(lines), []).append(name)
         if answers:

@@ -21,11 +21,12 @@ import re
 import jax
 import jax.export
 
-from jax_nvfp4_moe.backends import BACKENDS, _ffi
+from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.inference.generation import GenerationStats
 from jax_nvfp4_moe.models.decoder import Cache
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
+from jax_nvfp4_moe.ops.records import RECORDS
 from jax_nvfp4_moe.scheme import NoBackendError
 
 # A custom call of XLA itself, which sets the memory layout of a model's cache. `jax.export` does
@@ -35,11 +36,7 @@ _OF_XLA = ("LayoutConstraint",)
 
 def _extensions() -> dict[str, str]:
     """Return each FFI target -> the compiled extension, or part of one, that contains it."""
-    return {
-        target: backend.can.extension or ""
-        for backend in BACKENDS
-        for target in backend.ffi_targets
-    }
+    return {target: backend.extension for backend in RECORDS for target in backend.ffi_targets}
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:

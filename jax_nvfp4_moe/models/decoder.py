@@ -12,8 +12,6 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Int32
 
-from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.moves import read_rows
 from jax_nvfp4_moe.models.scores import TokenScores, score_targets
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
@@ -26,6 +24,8 @@ from jax_nvfp4_moe.nn.packing import find_places, is_unpacked, pack, pack_like, 
 from jax_nvfp4_moe.nn.sharding import say_replicated
 from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
 from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.ops.moves import read_rows
+from jax_nvfp4_moe.ops.positions import PADDING
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import gather_columns, look_up

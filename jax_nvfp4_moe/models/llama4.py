@@ -25,7 +25,7 @@ from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.causal_attention.op import attention
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _THETA = 500000.0  # the default of rope_theta

@@ -7,11 +7,13 @@ from typing import Any
 
 from flax import nnx
 
+from jax_nvfp4_moe.backends.plan import Plan
 from jax_nvfp4_moe.backends.resolution import explain_plan, resolve, resolve_again
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.numerics.arguments import check_kind
 from jax_nvfp4_moe.ops.dense import explain_fp8
-from jax_nvfp4_moe.scheme import Choice, Plan, Problem, Target
+from jax_nvfp4_moe.ops.records import RECORDS
+from jax_nvfp4_moe.scheme import Choice, Problem, Target
 
 
 def find_plans(module: nnx.Module) -> Iterator[tuple[str, Plan]]:
@@ -27,7 +29,8 @@ def _find_choices(module: nnx.Module, target: Target | None) -> Iterator[tuple[s
     for path, part in nnx.iter_modules(module):
         plan, name = getattr(part, "plan", None), ".".join(map(str, path))
         if isinstance(plan, Plan):
-            yield name, explain_plan(plan if target is None else resolve_again(plan, target=target))
+            again = plan if target is None else resolve_again(plan, RECORDS, target=target)
+            yield name, explain_plan(again, RECORDS)
         elif isinstance(part, FP8Linear):
             device = target or part.target or Target.current()
             yield name, explain_fp8(part.weight.get_value(), part.dtype, device)
@@ -65,7 +68,7 @@ def explain(subject: Any, *, target: Target | None = None) -> Choice:
     check_kind("target", target, Target, type(None))
     if isinstance(subject, Problem):
         problem = subject if target is None else dataclasses.replace(subject, target=target)
-        return explain_plan(resolve(problem))
+        return explain_plan(resolve(problem, RECORDS), RECORDS)
     if not isinstance(subject, nnx.Module):
         raise ValueError(
             "subject: expected a Problem, or a Flax NNX module that is or contains an NVFP4MoE, "

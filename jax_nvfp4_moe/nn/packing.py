@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
-from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.moves import gather_rows
+from jax_nvfp4_moe.ops.moves import gather_rows
+from jax_nvfp4_moe.ops.positions import PADDING
 
 
 def pack(

@@ -7,7 +7,7 @@ Inside of `on_auto_axes` the types say nothing, and XLA decides how each device 
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,18 +24,23 @@ from jax.sharding import (
 )
 
 
-def on_auto_axes(run: Callable[..., Any], features: int = 1) -> Callable[..., Any]:
+def on_auto_axes(
+    run: Callable[..., Any],
+    features: int = 1,
+    place: Callable[[Sequence[Any], Any], Sequence[PartitionSpec]] | None = None,
+) -> Callable[..., Any]:
     """Return `run`, for operands on any mesh.
 
     Args:
       run: function of arrays and pytrees of arrays, the first of which has rows. It must not close
         over arrays.
       features: number of trailing dimensions of the first array that are no rows. 1 by default.
+      place: function of the operands and of the results that returns how each array of the results
+        is sharded. None (default) shards dimensions of the results like those of the first array,
+        as long as those are rows and their sizes are equal.
 
     Returns:
-      A function of the same positional arguments. On a mesh with Explicit axes, dimensions of the
-      results are sharded like the dimensions of the first array, as long as those are rows and
-      their sizes are equal.
+      A function of the same positional arguments.
     """
 
     @functools.wraps(run)
@@ -47,21 +52,23 @@ def on_auto_axes(run: Callable[..., Any], features: int = 1) -> Callable[..., An
         if devices is not None:
             with jax.set_mesh(devices):
                 return call(*operands)
-        rows = jax.typeof(jax.tree.leaves(operands)[0])
-        rows = rows.shape[: rows.ndim - features], rows.sharding.spec
         kinds = dict.fromkeys(_explicit_names(mesh), AxisType.Auto)
         inner_mesh = mesh.update_axis_types(kinds)
         inner = NamedSharding(inner_mesh, PartitionSpec())
         with use_abstract_mesh(inner_mesh):
             y = run(*jax.tree.map(lambda leaf: reshard(leaf, inner), operands))
 
-        def restore(leaf):
-            spec = _rows_spec(leaf.shape, *rows)
-            return reshard(leaf, NamedSharding(mesh, spec))
-
+        specs = like_first(operands, y) if place is None else place(operands, y)
+        leaves, tree = jax.tree.flatten(y)
         current = get_abstract_mesh()
         with use_abstract_mesh(mesh) if current.empty else contextlib.nullcontext():
-            return jax.tree.map(restore, y)
+            places = [NamedSharding(mesh, spec) for spec in specs]
+            return tree.unflatten(map(reshard, leaves, places))
+
+    def like_first(operands, y):
+        first = jax.typeof(jax.tree.leaves(operands)[0])
+        rows = first.shape[: first.ndim - features], first.sharding.spec
+        return [_rows_spec(leaf.shape, *rows) for leaf in jax.tree.leaves(y)]
 
     return call
 

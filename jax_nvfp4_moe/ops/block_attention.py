@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_nvfp4_moe.backends.attention import QUERIES, batched, group, map_queries, ungroup
 from jax_nvfp4_moe.backends.by_rows import by_rows
+from jax_nvfp4_moe.ops.causal_attention.meaning import QUERIES, batched, group, map_queries, ungroup
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,23 +10,21 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jax_nvfp4_moe.backends import BACKENDS
-from jax_nvfp4_moe.backends.call_chain import (
+from jax_nvfp4_moe.backends.chains.emission import (
     CALL_CHAIN_CPU,
     CALL_CHAIN_CUDA,
     Call,
     Value,
     emit_chain,
 )
+from jax_nvfp4_moe.ops.records import RECORDS
 
-_CHAINS = {
-    record.can.platform: record.ffi_targets[0] for record in (CALL_CHAIN_CPU, CALL_CHAIN_CUDA)
-}
+_CHAINS = {record.platform: record.ffi_targets[0] for record in (CALL_CHAIN_CPU, CALL_CHAIN_CUDA)}
 # FFI target of a kernel -> the target that runs a chain of such kernels.
 _CHAIN_OF = {
-    target: _CHAINS[record.can.platform]
-    for record in BACKENDS
-    if "chain_calls" not in record.can.ops
+    target: _CHAINS[record.platform]
+    for record in RECORDS
+    if "chain_calls" not in record.lower
     for target in record.ffi_targets
 }
 # Equations that contain a function of the same operands.
@@ -50,8 +48,9 @@ def chain_calls(function: Callable) -> Callable:
     many short kernels, as a decoding step has. `generate` and `stream` chain the calls of their
     steps by themselves.
 
-    Successive calls also run beside the calls ahead of them, on a second stream, if they do not
-    need their results. Shared experts thus run beside the router and the routed experts.
+    Successive calls also run in parallel with the calls ahead of them, on a second stream, if they
+    do not need their results. Shared experts thus run in parallel with the router and the routed
+    experts.
 
     For one token, some kernels do the work of the call ahead of them, too. A linear layer
     normalizes its row (`ops.add_rms_norm`), and attention prepares its heads (`ops.prepare_heads`).

@@ -1,24 +1,25 @@
 """`causal_convolution`: the short convolution of a recurrent mixer for the tokens of a prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Int32
 
-from jax_nvfp4_moe.backends import convolution as reference
-from jax_nvfp4_moe.backends.attention import narrow_positions
-from jax_nvfp4_moe.backends.resolution import resolve
-from jax_nvfp4_moe.numerics.arguments import check_arguments
-from jax_nvfp4_moe.ops.derivative import with_derivative_of
-from jax_nvfp4_moe.scheme import Problem, Target
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
+from jax_nvfp4_moe.numerics.convolution import convolve
+from jax_nvfp4_moe.ops.documentation import public_op
+from jax_nvfp4_moe.ops.positions import PADDING, narrow_positions
+from jax_nvfp4_moe.ops.running import run
+from jax_nvfp4_moe.scheme import Target
 
 _FLOATS = ("bfloat16", "float16", "float32")
-# Tokens of a row up to which XLA's fusions run.
-_FEW_TOKENS = 8
 
 
-@check_arguments
+@public_op
 def causal_convolution(
     x: Float[Array, "b t n"],
     positions: Int[Array, "b t"],
@@ -43,6 +44,8 @@ def causal_convolution(
     The channels are columns of the projected tokens `x`, which may have other columns too. Sums and
     results are float32.
 
+    Unless you name a backend, few tokens run the reference.
+
     Args:
       x: projected tokens ``[b, t, n]``, bfloat16, float16 or float32.
       positions: position of each token, integers ``[b, t]``. A token at position 2**30 or after it
@@ -62,10 +65,7 @@ def causal_convolution(
         one part stand together.
       stride: number of columns from the beginning of a head to that of the next one. None (default)
         for ``sum(widths)``.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem, and the reference for few
-        tokens.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       A tuple ``(parts, inputs)``: the results of each part, float32 ``[b, t, heads * width]``, and
@@ -73,8 +73,7 @@ def causal_convolution(
 
     Raises:
       ValueError: if a shape, a dtype or a column does not fit the others.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,25 +94,20 @@ def causal_convolution(
     widths = (channels // max(heads, 1),) if widths is None else tuple(widths)
     stride = sum(widths) if stride is None else stride
     _check_columns(n, channels, widths, first, heads, stride)
-    if backend is None and not (isinstance(t, int) and t > _FEW_TOKENS):
-        backend = "reference"
-    target = target or Target.current()
-    numbers = taps, n, first, stride, *widths
-    problem = Problem(
-        "causal_convolution", None, target, x.dtype.name, hidden=n, head_widths=numbers
-    )
-    run = with_derivative_of(
-        reference.causal_convolution,
-        resolve(problem, backend=backend).lower,
-        "b, b, b, - -> b, b",
-        widths=widths,
-        first=first,
-        heads=heads,
-        stride=stride,
-    )
     weights = {"weight": weight, "bias": bias}
-    weights = jax.tree.map(lambda value: value.astype(jnp.float32), weights)
-    return run(x, narrow_positions(positions), inputs, **weights)
+    sizes = {"taps": taps, "columns": n, "first column": first, "stride": stride, "tokens": t}
+    return run(
+        "causal_convolution",
+        (x, narrow_positions(positions), inputs),
+        "b, b, b, - -> b, b",
+        target=target,
+        backend=backend,
+        named=jax.tree.map(lambda value: value.astype(jnp.float32), weights),
+        options={"widths": widths, "first": first, "heads": heads, "stride": stride},
+        dtype=x.dtype.name,
+        hidden=n,
+        sizes=sizes | {f"width of part {i}": width for i, width in enumerate(widths)},
+    )
 
 
 def _check_arrays(x, positions, inputs, weight, bias):
@@ -147,3 +141,88 @@ def _check_columns(n, channels, widths, first, heads, stride):
             f"first, heads and stride: expected heads of at least {sum(widths)} columns in the {n} "
             f"columns of x; got {first}, {heads} and {stride}"
         )
+
+
+def meaning(
+    x: Float[Array, "b t n"],
+    positions: Int32[Array, "b t"],
+    inputs: Float[Array, "b taps-1 c"],
+    *,
+    weight: Float[Array, "c taps"],
+    bias: Float[Array, " c"] | None,
+    widths: tuple[int, ...],
+    first: int = 0,
+    heads: int = 1,
+    stride: int | None = None,
+    activation: Callable = jax.nn.silu,
+) -> tuple[tuple[Float[Array, "b t part"], ...], Float[Array, "b taps-1 c"]]:
+    """Compute `causal_convolution`; `activation` is what follows the convolution."""
+    stride = sum(widths) if stride is None else stride
+    x = x[..., first : first + heads * stride]
+    if heads == 1:
+        x = x[..., : sum(widths)]
+    else:
+        each = x.reshape(*x.shape[:-1], heads, stride)[..., : sum(widths)]
+        parts = jnp.split(each, _ends(widths), axis=-1)
+        x = jnp.concatenate([lax.collapse(part, 2) for part in parts], axis=-1)
+    mixed, inputs = convolve(x, inputs, weight, positions < PADDING)
+    if bias is not None:
+        mixed = mixed + bias[None, None]
+    ends = [heads * end for end in _ends(widths)]
+    return tuple(jnp.split(activation(mixed), ends, axis=-1)), inputs
+
+
+def _ends(widths):
+    """Return where all parts but the last one end."""
+    return [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+
+
+_MOST_TAPS, _PARTS = 8, 3  # of the kernel
+
+
+def _lower(ffi_target, x, positions, inputs, *, weight, bias, widths, first, heads, stride):
+    """Lower `causal_convolution` to its FFI target."""
+    parts = [jax.ShapeDtypeStruct((*x.shape[:2], heads * width), jnp.float32) for width in widths]
+    missing = [jax.ShapeDtypeStruct((0,), jnp.float32)] * (_PARTS - len(parts))
+    call = kernel_call(
+        ffi_target,
+        (*parts, *missing, inputs),
+        input_output_aliases={4: _PARTS},
+    )
+    results = call(
+        x,
+        positions,
+        weight,
+        jnp.zeros(0, jnp.float32) if bias is None else bias,
+        inputs,
+        widths=np.array(widths, np.int64),
+        first=np.int64(first),
+        heads=np.int64(heads),
+        stride=np.int64(stride),
+    )
+    return tuple(results[: len(parts)]), results[-1]
+
+
+_FEW_TOKENS = 8  # tokens of a row up to which XLA's fusions run
+
+
+# A thread reads 4 columns at a time.
+_COLUMNS = ("columns", "first column", "stride", *(f"width of part {i}" for i in range(_PARTS)))
+
+
+CONVOLUTION_CUDA = Backend(
+    "convolution_cuda",
+    {"causal_convolution": Kernel(_lower, "nvfp4_causal_convolution_cuda")},
+    (CUDA,),
+    dtypes=HALVES,
+    max_extent=1 << 22,
+    limits={
+        "taps": range(2, _MOST_TAPS + 1),
+        **dict.fromkeys(_COLUMNS, range(0, 1 << 22, 4)),
+    },
+    unasked={"tokens": range(_FEW_TOKENS + 1, 1 << 62)},
+)
+
+
+BACKENDS = (CONVOLUTION_CUDA,)
+MEANINGS = {"causal_convolution": meaning}

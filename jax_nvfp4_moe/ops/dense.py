@@ -1,41 +1,21 @@
 """GEMMs with matrices that are not NVFP4, with float32 sums: XLA's dot, or ours for few rows."""
 
-import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.backends.by_rows import by_rows
-from jax_nvfp4_moe.backends.cpu import DENSE_CPU
-from jax_nvfp4_moe.backends.cuda import (
-    DENSE_CUDA,
-    DENSE_FACTOR,
-    DENSE_FEW_ROWS,
-    DENSE_FP8_FACTOR,
-)
-from jax_nvfp4_moe.backends.resolution import unavailable_for
-from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.record import CPU, CUDA, HALVES, OPEN, Backend, Device, Kernel
+from jax_nvfp4_moe.backends.resolution import explain_plan
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8
+from jax_nvfp4_moe.ops.derivative import with_derivative_of
+from jax_nvfp4_moe.ops.running import find_plan, list_records, lower_anywhere, run
 from jax_nvfp4_moe.scheme import Choice, FP8ActivationScaling, Problem, Target
-
-# Rows up to which our CPU kernel is faster than XLA's dot.
-_CPU_FEW_ROWS = 8
-# Platform -> its kernel, the most rows, the number of which k is a multiple, and the dtypes of the
-# operands.
-_KERNELS = {
-    "cpu": (DENSE_CPU, _CPU_FEW_ROWS, 1, {("bfloat16", "bfloat16")}),
-    "cuda": (
-        DENSE_CUDA,
-        DENSE_FEW_ROWS,
-        DENSE_FACTOR,
-        {("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")},
-    ),
-}
 
 
 def precision_for(dtype) -> lax.Precision:
@@ -68,67 +48,19 @@ def dense(
     Returns:
       ``[..., n]`` in `dtype`.
     """
-    rows, dtype = math.prod(x.shape[:-1]), jnp.dtype(dtype)
-    if not (isinstance(rows, int) and rows > 0):
-        return _multiply(x, weight, bias, dtype)
-    form = _find_form(x, weight, rows, target)
-    if form is None:
-        return _multiply(x, weight, bias, dtype)
-    return on_auto_axes(functools.partial(_multiply_as, form, dtype))(x, weight, bias)
-
-
-def _find_form(x, weight, rows, target):
-    """Return a function that is faster on `target` than `_multiply`, or None."""
+    (n, k), dtype = weight.shape, jnp.dtype(dtype)
+    facts = {"dtype": x.dtype.name, "weight_dtype": weight.dtype.name}
+    facts |= {"hidden": k, "intermediate": n}
+    facts["sizes"] = {"rows": math.prod(x.shape[:-1]), "inputs": k, "outputs": n}
+    rule: str | None = "... _, -, - -> ... _"
     if target is None:
-        has_other_forms = rows == 1 or x.dtype == weight.dtype == jnp.bfloat16
-        return _multiply_anywhere if has_other_forms else None
-    if target.platform not in _KERNELS:
-        return None
-    record, most_rows, factor, pairs = _KERNELS[target.platform]
-    kinds = x.dtype.name, weight.dtype.name
-    if target.platform == "cuda" and rows > most_rows and kinds == ("bfloat16", "float32"):
-        return _multiply_in_parts
-    n, k = weight.shape
-    problem = Problem("dense", None, target, x.dtype.name, hidden=k, intermediate=n)
-    problem = dataclasses.replace(problem, unavailable=unavailable_for(target))
-    fits = rows <= most_rows and n > 0 and k > 0 and k % factor == 0
-    known = fits and kinds in pairs
-    if known and record.can.reason_against(problem) is None:
-        return record.lower["dense"]
-    if target.platform == "cpu" and kinds == ("bfloat16", "bfloat16"):
-        return _multiply_on_cpu
-    return _reduce if rows == 1 and target.platform == "cuda" else None
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _multiply_as(multiply, dtype, x, weight, bias):
-    """Compute ``x @ weight.T + bias`` as `multiply` does."""
-    run = functools.partial(multiply, dtype=dtype)
-    # XLA divides the rows of its own dot, and the weight too.
-    if multiply in _OF_XLA:
-        return run(x, weight, bias)
-    return by_rows(run, "... _, -, - -> ... _")(x, weight, bias)
-
-
-@_multiply_as.defjvp
-def _differentiate(multiply, dtype, primals, tangents):
-    """Differentiate XLA's dot: a custom call has no derivative, and rounding has another one."""
-    (x, weight, _), (dx, dweight, dbias) = primals, tangents
-    tangent = _multiply(dx, weight, dbias) + _multiply(x, dweight)
-    return _multiply_as(multiply, dtype, *primals), tangent.astype(dtype)
-
-
-def _multiply_anywhere(x, weight, bias, dtype):
-    """Multiply rows on the platform of the program, and add the bias."""
-    rows, forms = math.prod(x.shape[:-1]), {}
-    if x.dtype == weight.dtype == jnp.bfloat16:
-        few = rows <= _CPU_FEW_ROWS and _ffi.why_unavailable(DENSE_CPU.can.extension) is None
-        forms["cpu"] = DENSE_CPU.lower["dense"] if few else _multiply_on_cpu
-    if rows == 1:
-        forms["cuda"] = _reduce
-    forms["default"] = _multiply
-    forms = {name: functools.partial(form, dtype=dtype) for name, form in forms.items()}
-    return lax.platform_dependent(x, weight, bias, **forms)
+        lower = lower_anywhere("dense", **facts)
+    else:
+        plan = find_plan("dense", target=target, **facts)
+        lower, rule = plan.lower, None if plan.backend.divides_itself else rule
+    if lower is multiply:
+        return multiply(x, weight, bias, dtype)
+    return with_derivative_of(multiply, lower, rule, dtype=dtype)(x, weight, bias)
 
 
 def _add_bias(sums, bias, dtype):
@@ -138,7 +70,7 @@ def _add_bias(sums, bias, dtype):
     return sums.astype(dtype)
 
 
-def _multiply(x, weight, bias=None, dtype=jnp.float32):
+def multiply(x, weight, bias=None, dtype=jnp.float32):
     """Compute ``x @ weight.T + bias`` by one XLA dot with float32 sums."""
     if x.dtype != weight.dtype:
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
@@ -160,8 +92,8 @@ def _multiply_on_cpu(x, weight, bias, dtype):
     it also kept a transposed copy of the weight. The smaller operand therefore stands on the right.
     """
     if math.prod(x.shape[:-1]) >= weight.shape[0]:
-        return _multiply(x, weight, bias, dtype)
-    return _add_bias(jnp.moveaxis(_multiply(weight, x), 0, -1), bias, dtype)
+        return multiply(x, weight, bias, dtype)
+    return _add_bias(jnp.moveaxis(multiply(weight, x), 0, -1), bias, dtype)
 
 
 def _reduce(x, weight, bias, dtype):
@@ -186,12 +118,37 @@ def _multiply_in_parts(x, weight, bias, dtype):
         parts.append(part)
         rest = rest - part  # exact
     parts = jnp.concatenate([*parts, rest]).astype(jnp.bfloat16)
-    sums = _multiply(x, parts)
+    sums = multiply(x, parts)
     first, second, third = jnp.split(sums, 3, axis=-1)
     return _add_bias(first + (second + third), bias, dtype)
 
 
-_OF_XLA = frozenset({_multiply, _multiply_on_cpu, _reduce, _multiply_in_parts})
+def _lower(ffi_target, x, weight, bias, dtype, *, rows_dtype=None):
+    """Lower ``x @ weight.T + bias`` for few rows to an FFI target.
+
+    The function takes x ``[..., k]``, a weight ``[n, k]`` and a bias ``[n]`` or None, and returns
+    ``[..., n]`` in `dtype`.
+
+    Args:
+      rows_dtype: dtype to which x is cast, for a kernel whose results are float32, and which adds
+        no bias. None (default) if the kernel takes x as it is, adds a bias, and returns float32 or
+        the dtype of x.
+    """
+    rows = x.reshape(-1, x.shape[-1]).astype(rows_dtype or x.dtype)
+    own = jnp.float32 if rows_dtype or dtype != x.dtype else dtype
+    output = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), own)
+    operands = (rows, weight) if rows_dtype else (rows, weight, _encode_bias(bias, x.dtype))
+    y = kernel_call(ffi_target, output)(*operands)
+    if rows_dtype and bias is not None:
+        y = y + bias.astype(own)[None]
+    return y.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype)
+
+
+def _encode_bias(bias, dtype):
+    """Return the operand ``[n]`` in `dtype` or float32, or ``[0]`` if there is no bias."""
+    if bias is None:
+        return jnp.zeros(0, dtype)
+    return bias if bias.dtype == dtype else bias.astype(jnp.float32)
 
 
 def dense_fp8(
@@ -239,19 +196,21 @@ def dense_fp8(
     if own is not None:
         own = lax.stop_gradient(own)
         x = _round(x, own, multiply_by_reciprocal)
-    few = None if target is None else _find_fp8_kernel(x, weight, target)
-    run = _multiply_fp8 if few is None else functools.partial(_multiply_fp8_few, few)
-    run = on_auto_axes(functools.partial(run, jnp.dtype(dtype)))
-    return run(x, weight.values, weight.scale.astype(jnp.float32), own, bias)
-
-
-def _find_fp8_kernel(x, weight: FP8Tensor, target):
-    """Return a function that is faster on `target` than XLA's dot, or None."""
-    rows = math.prod(x.shape[:-1])
-    if not (isinstance(rows, int) and 0 < rows <= DENSE_FEW_ROWS and weight.values.size > 0):
-        return None
-    choice = explain_fp8(weight, x.dtype, target)
-    return DENSE_CUDA.lower["dense_fp8"] if choice.backend == DENSE_CUDA.name else None
+    (n, k), scales = weight.shape, "-"
+    if own is not None and own.shape[:-1] == x.shape[:-1]:
+        scales = "... _"
+    return run(
+        "dense_fp8",
+        (x, weight.values, weight.scale.astype(jnp.float32), own, bias),
+        f"... _, -, -, {scales}, - -> ... _",
+        options={"dtype": jnp.dtype(dtype)},
+        target=target,
+        backend="xla" if target is None else None,
+        dtype=x.dtype.name,
+        hidden=k,
+        intermediate=n,
+        sizes={"rows": math.prod(x.shape[:-1]), "FP8 inputs": k, "outputs": n},
+    )
 
 
 def explain_fp8(weight: FP8Tensor, dtype, target: Target) -> Choice:
@@ -262,18 +221,12 @@ def explain_fp8(weight: FP8Tensor, dtype, target: Target) -> Choice:
       dtype: dtype of the rows.
       target: the `Target` to lower for.
     """
-    n, k = weight.shape
-    problem = Problem("dense_fp8", None, target, jnp.dtype(dtype).name, hidden=k, intermediate=n)
-    problem = dataclasses.replace(problem, unavailable=unavailable_for(target))
-    reason = DENSE_CUDA.can.reason_against(problem)
-    if reason is None and k % DENSE_FP8_FACTOR:
-        reason = f"needs rows of a multiple of {DENSE_FP8_FACTOR} numbers, got {k}"
-    if reason is not None:
-        return Choice(None, "xla", {DENSE_CUDA.name: reason}, problem=problem)
-    return Choice(None, DENSE_CUDA.name, {}, problem=problem, notes=DENSE_CUDA.notes(problem))
+    (n, k), name = weight.shape, jnp.dtype(dtype).name
+    facts = {"dtype": name, "hidden": k, "intermediate": n, "sizes": {"FP8 inputs": k}}
+    return explain_plan(find_plan("dense_fp8", target=target, **facts), list_records())
 
 
-def _multiply_fp8(dtype, x, values, scale, own, bias):
+def multiply_fp8(x, values, scale, own, bias, dtype):
     """Compute `dense_fp8` by XLA's dot. `own` has the scales of rows of x, or is None."""
     weight = FP8Tensor(values, scale)
     if weight.has_groups:
@@ -284,19 +237,18 @@ def _multiply_fp8(dtype, x, values, scale, own, bias):
     return _add_bias(y * jnp.expand_dims(scale, range(x.ndim - 1)), bias, dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _multiply_fp8_few(multiply, dtype, x, values, scale, own, bias):
-    """Compute what `_multiply_fp8` computes for few rows, as `multiply` does."""
-    run = functools.partial(multiply, dtype=dtype)
-    scales = "... _" if own is not None and own.shape[:-1] == x.shape[:-1] else "-"
-    return by_rows(run, f"... _, -, -, {scales}, - -> ... _")(x, values, scale, own, bias)
+def _lower_fp8(ffi_target, x, values, scale, row_scale, bias, dtype):
+    """Lower ``x @ dequantize(weight).T + bias`` to an FFI target.
 
-
-@_multiply_fp8_few.defjvp
-def _differentiate_fp8_few(multiply, dtype, primals, tangents):
-    """Differentiate XLA's dot, because a custom call has no derivative."""
-    _, tangent = jax.jvp(functools.partial(_multiply_fp8, dtype), primals, tangents)
-    return _multiply_fp8_few(multiply, dtype, *primals), tangent
+    The function takes few rows x ``[..., k]``, the values ``[n, k]`` and the scales of an
+    `FP8Tensor`, the scales of the rows of x (None, one, or one for each), and a bias ``[n]`` or
+    None. It returns ``[..., n]`` in `dtype`.
+    """
+    rows, n = x.reshape(-1, x.shape[-1]), values.shape[0]
+    row_scale = jnp.zeros(0, jnp.float32) if row_scale is None else row_scale.reshape(-1)
+    output = jax.ShapeDtypeStruct((rows.shape[0], n), dtype if dtype == x.dtype else np.float32)
+    y = kernel_call(ffi_target, output)(rows, values, scale, row_scale, _encode_bias(bias, x.dtype))
+    return y.reshape(*x.shape[:-1], n).astype(dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -314,3 +266,75 @@ def _round_straight_through(multiply_by_reciprocal, primals, tangents):
     x, scale = primals
     tangent = tangents[0].astype(jnp.float32) / scale
     return _round(x, scale, multiply_by_reciprocal), tangent.astype(x.dtype)
+
+
+_FEW_ROWS = 64  # rows up to which the kernel runs
+
+
+def _notes(_: Problem) -> tuple[str, ...]:
+    """Say which calls take the kernel."""
+    return (f"1 to {_FEW_ROWS} rows take the kernel; more rows take XLA's dot",)
+
+
+_SOME = range(1, OPEN)
+DENSE_CUDA = Backend(
+    "dense_cuda",
+    {
+        "dense": Kernel(_lower, "nvfp4_dense_few_cuda"),
+        "dense_fp8": Kernel(_lower_fp8, "nvfp4_dense_fp8_few_cuda"),
+    },
+    (CUDA,),
+    dtypes=HALVES,
+    weight_dtypes={"bfloat16": ("bfloat16", "float32"), "float16": ("float16",)},
+    limits={
+        "rows": range(1, _FEW_ROWS + 1),
+        "inputs": range(8, OPEN, 8),
+        "FP8 inputs": range(16, OPEN, 16),
+        "outputs": _SOME,
+    },
+    max_extent=1 << 22,
+    notes=_notes,
+)
+# It is faster than XLA's dot for up to 8 rows.
+DENSE_CPU = Backend(
+    "dense_cpu",
+    {"dense": Kernel(_lower, "nvfp4_dense_cpu", rows_dtype="float32")},
+    (CPU,),
+    dtypes=HALVES[:1],
+    weight_dtypes={"bfloat16": ("bfloat16",)},
+    limits={"rows": range(1, 9), "inputs": _SOME, "outputs": _SOME},
+    status="executed, measured",
+)
+# Forms of XLA's own operations that are faster on some devices.
+XLA_FORMS = (
+    Backend(
+        "xla_in_parts",
+        {"dense": _multiply_in_parts},
+        (Device("cuda", (8, 0)),),
+        dtypes=HALVES[:1],
+        weight_dtypes={"bfloat16": ("float32",)},
+        limits={"rows": range(_FEW_ROWS + 1, OPEN)},
+        divides_itself=True,
+    ),
+    Backend(
+        "xla_cpu",
+        {"dense": _multiply_on_cpu},
+        (CPU,),
+        dtypes=HALVES[:1],
+        weight_dtypes={"bfloat16": ("bfloat16",)},
+        limits={"rows": _SOME},
+        divides_itself=True,
+    ),
+    Backend(
+        "xla_sum",
+        {"dense": _reduce},
+        (Device("cuda"),),
+        dtypes=None,
+        limits={"rows": range(1, 2)},
+        divides_itself=True,
+    ),
+)
+
+
+BACKENDS = (DENSE_CUDA, DENSE_CPU, *XLA_FORMS)
+OF_XLA = {"dense": multiply, "dense_fp8": multiply_fp8}

@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
+from jax_nvfp4_moe.ops.experts.meaning import combine_experts
 from jax_nvfp4_moe.ops.gradient import (
     BIASES,
     ExpertLayer,

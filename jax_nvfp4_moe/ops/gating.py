@@ -1,25 +1,29 @@
 """`activate`, `add_gated`, `add_linear_gated`, `gate_heads`: gates between and after GEMMs."""
 
+import functools
 import math
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends import heads, reference
-from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
+from jax_nvfp4_moe.numerics import activations
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
-from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.ops.dense import dense
-from jax_nvfp4_moe.ops.derivative import with_derivative_of
-from jax_nvfp4_moe.scheme import Problem, Target
+from jax_nvfp4_moe.ops.documentation import public_op
+from jax_nvfp4_moe.ops.heads import split_gates
+from jax_nvfp4_moe.ops.running import find_plan, run
+from jax_nvfp4_moe.scheme import Target
 
 _FLOATS = ("bfloat16", "float16", "float32")
-# Rows up to which a kernel of its own pays: between two other kernels of ours it does not end a
-# chain (`ops.chain_calls`). With more rows, XLA's fusion is as good.
-_FEW_ROWS = 64
 
 
-@check_arguments
+@public_op
 def activate(
     gate_up: Float[Array, "... 2i"],
     activation: str | ActivationCall = "silu",
@@ -34,17 +38,14 @@ def activate(
         up columns. For "swigluoai" they alternate.
       activation: name of a gated activation, or the result of `find_activation`. Defaults to
         "silu".
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       ``[..., i]`` in the dtype of `gate_up`. Gradients flow in plain XLA.
 
     Raises:
       ValueError: if a shape, a dtype or the activation is wrong.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,11 +60,11 @@ def activate(
     _check_dtype("gate_up", gate_up)
     if gate_up.ndim < 1 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: expected [..., 2i], got {gate_up.shape}")
-    run = _resolve("activate", gate_up, 1, target, backend)
-    return with_derivative_of(reference.activate_rows, run, "... _ -> ... _", call=call)(gate_up)
+    facts = _facts(gate_up, 1, target, backend)
+    return run("activate", (gate_up,), "... _ -> ... _", options={"call": call}, **facts)
 
 
-@check_arguments
+@public_op
 def add_gated(
     x: Float[Array, "... h"],
     gate: Float[Array, "... 1"] | None,
@@ -80,17 +81,14 @@ def add_gated(
       x: ``[..., h]``, bfloat16, float16 or float32.
       gate: ``[..., 1]`` of the dtype of `x`. None adds `z` itself.
       z: ``[..., h]`` of the dtype of `x`.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       ``[..., h]`` in the dtype of `x`. Gradients flow in plain XLA.
 
     Raises:
       ValueError: if a shape or a dtype is wrong.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,12 +100,11 @@ def add_gated(
     _check_sum(x, z)
     if gate is not None:
         _check_like("x", x, "gate", gate, (*x.shape[:-1], 1))
-    run = _resolve("add_gated", x, 1, target, backend)
     rows = "... _, ... _, ... _ -> ... _"
-    return with_derivative_of(reference.add_gated, run, rows)(x, gate, z)
+    return run("add_gated", (x, gate, z), rows, **_facts(x, 1, target, backend))
 
 
-@check_arguments
+@public_op
 def add_linear_gated(
     x: Float[Array, "... h"],
     gate_input: Float[Array, "... k"],
@@ -122,23 +119,22 @@ def add_linear_gated(
     The gate is a linear layer with a single output. Its sum is computed in float32. The gate, its
     sigmoid and the product with `z` are each rounded to the dtype of `x`.
 
+    Backend "reference" computes the gate as a linear layer does, which may run on a kernel for few
+    rows.
+
     Args:
       x: ``[..., h]``, bfloat16, float16 or float32.
       gate_input: ``[..., k]`` of the dtype of `x`.
       gate_weight: ``[k]`` of the dtype of `x`.
       z: ``[..., h]`` of the dtype of `x`.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem. Backend "reference" computes
-        the gate as a linear layer does, which may run on a kernel for few rows.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       ``[..., h]`` in the dtype of `x`. Gradients flow in plain XLA.
 
     Raises:
       ValueError: if a shape or a dtype is wrong.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -151,18 +147,16 @@ def add_linear_gated(
     k = gate_input.shape[-1] if gate_input.ndim else 0
     _check_like("x", x, "gate_input", gate_input, (*x.shape[:-1], k))
     _check_like("gate_input", gate_input, "gate_weight", gate_weight, (k,))
-    target = target or Target.current()
-    run = _resolve("add_linear_gated", x, 1, target, backend, inputs=k)
-    if run is reference.add_linear_gated:
+    facts = _facts(x, 1, target or Target.current(), backend, inputs=k)
+    if find_plan("add_linear_gated", **facts).backend.platform is None:
         # The same bits as a linear layer and `add_gated`, with a kernel where `dense` has one.
-        gate = dense(gate_input, gate_weight[None], target=target, dtype=x.dtype)
-        return reference.add_gated(x, gate, z)
+        gate = dense(gate_input, gate_weight[None], target=facts["target"], dtype=x.dtype)
+        return add_gated_meaning(x, gate, z)
     rows = "... _, ... _, -, ... _ -> ... _"
-    operands = x, gate_input, gate_weight, z
-    return with_derivative_of(reference.add_linear_gated, run, rows)(*operands)
+    return run("add_linear_gated", (x, gate_input, gate_weight, z), rows, **facts)
 
 
-@check_arguments
+@public_op
 def gate_heads(
     x: Float[Array, "... n d"],
     gates: Float[Array, "... w"],
@@ -179,17 +173,14 @@ def gate_heads(
       gates: one gate for each head, ``[..., n]``. Or the projected tokens ``[..., w]`` that
         `prepare_heads` takes with ``gated=True``: in the first ``2 n d`` columns, the d channels of
         each query head are followed by d gates. The dtype is that of `x`.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       ``[..., n, d]`` in the dtype of `x`. Gradients flow in plain XLA.
 
     Raises:
       ValueError: if a shape or a dtype is wrong.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -209,9 +200,8 @@ def gate_heads(
             f"gates: expected {x.dtype.name} {(*lead, n)}, or a last axis of at least {2 * n * d}, "
             f"because x is {x.dtype.name} {x.shape}; got {gates.dtype.name} {gates.shape}"
         )
-    run = _resolve("gate_heads", x, 2, target, backend)
     rows = "... _ _, ... _ -> ... _ _"
-    return with_derivative_of(heads.gate_heads, run, rows)(x, gates)
+    return run("gate_heads", (x, gates), rows, **_facts(x, 2, target, backend))
 
 
 def _check_dtype(name, x):
@@ -236,15 +226,111 @@ def _check_like(source, like, name, array, shape):
         )
 
 
-def _resolve(op, x, axes, target, backend, inputs=0):
-    """Return the function that computes `op` on rows, which are the last `axes` axes of `x`.
+def _facts(x, axes, target, backend, inputs=0):
+    """Return the facts of an op on rows, which are the last `axes` axes of `x`.
 
     `inputs` is the number of inputs of a linear gate.
     """
-    rows = math.prod(x.shape[:-axes])
-    if backend is None and not (isinstance(rows, int) and rows <= _FEW_ROWS):
-        backend = "reference"
-    target = target or Target.current()
-    hidden = math.prod(x.shape[-axes:])
-    problem = Problem(op, None, target, x.dtype.name, hidden=hidden, intermediate=inputs)
-    return resolve(problem, backend=backend).lower
+    return {
+        "target": target,
+        "backend": backend,
+        "dtype": x.dtype.name,
+        "hidden": math.prod(x.shape[-axes:]),
+        "intermediate": inputs,
+        "sizes": {"rows": math.prod(x.shape[:-axes])},
+    }
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("call",))
+def activate_meaning(gate_up, *, call):
+    """Apply an activation; `ops.activate` describes the result."""
+    return activations.activate(call, gate_up).astype(gate_up.dtype)
+
+
+@functools.partial(jax.jit, inline=True)
+def add_gated_meaning(x, gate, z):
+    """Add; `ops.add_gated` describes the result."""
+    return x + (z if gate is None else jax.nn.sigmoid(gate) * z)
+
+
+@functools.partial(jax.jit, inline=True)
+def add_linear_gated_meaning(x, gate_input, gate_weight, z):
+    """Add; `ops.add_linear_gated` describes the result."""
+    operands = gate_input.astype(jnp.float32), gate_weight.astype(jnp.float32)
+    gate = jnp.dot(*operands, precision=lax.Precision.HIGHEST).astype(x.dtype)
+    return add_gated_meaning(x, gate[..., None], z)
+
+
+@functools.partial(jax.jit, inline=True)
+def gate_heads_meaning(x, gates):
+    """Multiply heads by their gates; `ops.gate_heads` describes the result."""
+    n, d = x.shape[-2:]
+    gate = gates[..., None] if gates.shape[-1] == n else split_gates(gates, n, d)[1]
+    return (x.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+def _lower_activate(ffi_target, gate_up, *, call):
+    """Lower `activate` to an FFI target."""
+    *lead, width = gate_up.shape
+    rows = gate_up.reshape(-1, width)
+    output = jax.ShapeDtypeStruct((rows.shape[0], width // 2), gate_up.dtype)
+    y = kernel_call(ffi_target, output)(
+        rows,
+        activation=call.name,
+        alpha=np.float32(call.alpha),
+        beta=np.float32(call.beta),
+        limit=np.float32(call.limit),
+    )
+    return y.reshape(*lead, width // 2)
+
+
+def _lower_add_gated(ffi_target, x, gate, z):
+    """Lower `add_gated` to an FFI target."""
+    rows = x.reshape(-1, x.shape[-1])
+    operand = jnp.zeros(0, x.dtype) if gate is None else gate.reshape(-1)
+    output = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    return kernel_call(ffi_target, output)(rows, operand, z.reshape(rows.shape)).reshape(x.shape)
+
+
+def _lower_add_linear_gated(ffi_target, x, gate_input, gate_weight, z):
+    """Lower `add_linear_gated` to an FFI target."""
+    rows = x.reshape(-1, x.shape[-1])
+    inputs = gate_input.reshape(rows.shape[0], gate_weight.shape[0])
+    output = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    return kernel_call(ffi_target, output)(
+        rows, inputs, gate_weight, z.reshape(rows.shape)
+    ).reshape(x.shape)
+
+
+def _lower_gate_heads(ffi_target, x, gates):
+    """Lower `gate_heads` to an FFI target."""
+    rows = x.reshape(-1, *x.shape[-2:])
+    output = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    return kernel_call(ffi_target, output)(rows, gates.reshape(-1, gates.shape[-1])).reshape(
+        x.shape
+    )
+
+
+GATING_CUDA = Backend(
+    "gating_cuda",
+    {
+        "activate": Kernel(_lower_activate, "nvfp4_activate_cuda"),
+        "add_gated": Kernel(_lower_add_gated, "nvfp4_add_gated_cuda"),
+        "add_linear_gated": Kernel(_lower_add_linear_gated, "nvfp4_add_linear_gated_cuda"),
+        "gate_heads": Kernel(_lower_gate_heads, "nvfp4_gate_heads_cuda"),
+    },
+    (CUDA,),
+    max_extent=1 << 22,
+    # A kernel of its own pays for few rows: between two other kernels of ours it does not end a
+    # chain (`ops.chain_calls`). With more rows, XLA's fusion is as good.
+    unasked={"rows": range(65)},
+)
+
+
+BACKENDS = (GATING_CUDA,)
+MEANINGS = {
+    "activate": activate_meaning,
+    "add_gated": add_gated_meaning,
+    "add_linear_gated": add_linear_gated_meaning,
+    "gate_heads": gate_heads_meaning,
+}

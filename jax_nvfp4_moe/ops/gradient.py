@@ -20,16 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.by_rows import by_rows
-from jax_nvfp4_moe.backends.reference import (
+from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
+from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
+from jax_nvfp4_moe.ops.dense import precision_for
+from jax_nvfp4_moe.ops.experts.meaning import (
     CHUNK_ROWS,
     by_chunks,
     group_bounds,
     round_to,
     sort_slots,
 )
-from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
-from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
-from jax_nvfp4_moe.ops.dense import precision_for
 
 
 def straight_through(function: Callable, x):

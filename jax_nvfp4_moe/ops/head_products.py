@@ -5,20 +5,19 @@ Instead of expanding latents, queries are multiplied by the matrices of keys, an
 attention by the matrices of values.
 """
 
-import dataclasses
-from typing import Any
-
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.cuda import HEAD_PRODUCT_ROWS, HEAD_PRODUCTS_CUDA
-from jax_nvfp4_moe.backends.latents import rotate_key
-from jax_nvfp4_moe.backends.resolution import unavailable_for
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.dense import precision_for
-from jax_nvfp4_moe.ops.derivative import with_derivative_of
-from jax_nvfp4_moe.scheme import Problem, Target
+from jax_nvfp4_moe.ops.latents import rotate_key
+from jax_nvfp4_moe.ops.running import run
+from jax_nvfp4_moe.scheme import Target
 
 
 def absorb_queries(
@@ -43,11 +42,11 @@ def absorb_queries(
     Returns:
       ``[b, t, n, k + e]`` in the dtype of `q`. Gradients flow in plain XLA.
     """
-    p, k = keys.shape[1:]
-    run = _find_kernel("absorb_queries", q, keys, (p, k, q.shape[3] - p), target)
-    options = {"rope": rope, "interleaved": interleaved}
-    rows = "b t, -, b t -> b t"
-    return with_derivative_of(_absorb, run or _absorb, rows, **options)(q, keys, positions)
+    (p, k), options = keys.shape[1:], {"rope": rope, "interleaved": interleaved}
+    facts = _facts(q, keys, p, k, q.shape[3] - p) | {"target": target}
+    return run(
+        "absorb_queries", (q, keys, positions), "b t, -, b t -> b t", options=options, **facts
+    )
 
 
 def expand_values(
@@ -63,29 +62,26 @@ def expand_values(
     Returns:
       ``[b, t, n, d]``. Gradients flow in plain XLA.
     """
-    run = _find_kernel("expand_values", x, values, (values.shape[1], values.shape[2], 0), target)
-    return with_derivative_of(_expand, run or _expand, "b t, - -> b t")(x, values)
+    facts = _facts(x, values, *values.shape[1:], 0) | {"target": target}
+    return run("expand_values", (x, values), "b t, - -> b t", **facts)
 
 
-def _find_kernel(op: str, x: Any, matrices: Any, widths, target):
-    """Return the kernel for few rows, or None if XLA's dot computes the call."""
-    target, rows = target or Target.current(), x.shape[0] * x.shape[1]
-    few = isinstance(rows, int) and 0 < rows <= HEAD_PRODUCT_ROWS
-    if not few or x.dtype != matrices.dtype:
-        return None
-    problem = Problem(op, None, target, x.dtype.name, head_widths=widths)
-    problem = dataclasses.replace(problem, unavailable=unavailable_for(target))
-    record = HEAD_PRODUCTS_CUDA
-    return None if record.can.reason_against(problem) else record.lower[op]
+def _facts(x, matrices, width, latent, rotated):
+    """Return the facts of a product: dtypes, and the numbers of rows and of channels."""
+    sizes = {"rows": x.shape[0] * x.shape[1], "head width": width, "latent": latent}
+    sizes["rotated width"] = rotated
+    return {"dtype": x.dtype.name, "weight_dtype": matrices.dtype.name, "sizes": sizes}
 
 
-def _absorb(q, keys, positions, *, rope, interleaved):
+def absorb(q, keys, positions, *, rope, interleaved):
+    """Compute `absorb_queries` by XLA."""
     plain, turning = jnp.split(q, [keys.shape[1]], axis=-1)
     turned = rotate_key(turning, positions, rope, interleaved)
     return jnp.concatenate([_each_head(plain, keys, contracted=1), turned], axis=-1)
 
 
-def _expand(x, values):
+def expand(x, values):
+    """Compute `expand_values` by XLA."""
     return _each_head(x, values, contracted=2)
 
 
@@ -99,3 +95,49 @@ def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Arr
         preferred_element_type=jnp.float32,
     )
     return jnp.moveaxis(y, 0, 2).astype(x.dtype)
+
+
+def _lower_absorb(ffi_target, q, keys, positions, *, rope, interleaved):
+    """Lower `head_products.absorb_queries` to an FFI target."""
+    b, t, n, width = q.shape
+    output = jax.ShapeDtypeStruct((b * t, n, width - keys.shape[1] + keys.shape[2]), q.dtype)
+    y = kernel_call(ffi_target, output)(
+        q.reshape(b * t, n, width),
+        keys,
+        positions.reshape(-1),
+        jnp.asarray(() if rope is None else rope.frequencies, jnp.float32),
+        rotation_scale=np.float32(1 if rope is None else rope.scale),
+        interleaved=interleaved,
+    )
+    return y.reshape(b, t, n, y.shape[2])
+
+
+def _lower_expand(ffi_target, x, values):
+    """Lower `head_products.expand_values` to an FFI target."""
+    b, t, n, k = x.shape
+    output = jax.ShapeDtypeStruct((b * t, n, values.shape[1]), x.dtype)
+    return kernel_call(ffi_target, output)(x.reshape(b * t, n, k), values).reshape(
+        b, t, n, values.shape[1]
+    )
+
+
+HEAD_PRODUCTS_CUDA = Backend(
+    "head_products_cuda",
+    {
+        "absorb_queries": Kernel(_lower_absorb, "nvfp4_absorb_queries_cuda"),
+        "expand_values": Kernel(_lower_expand, "nvfp4_expand_values_cuda"),
+    },
+    (CUDA,),
+    dtypes=HALVES,
+    weight_dtypes={dtype: (dtype,) for dtype in HALVES},
+    limits={
+        "rows": range(1, 9),
+        "head width": range(1, 513),
+        "latent": range(8, 1025, 8),
+        "rotated width": range(0, 257, 2),
+    },
+)
+
+
+BACKENDS = (HEAD_PRODUCTS_CUDA,)
+OF_XLA = {"absorb_queries": absorb, "expand_values": expand}

@@ -1,21 +1,28 @@
 """`prepare_latents`: from projected tokens to the latents of queries, and of keys in the cache."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends import latents as reference
-from jax_nvfp4_moe.backends.attention import narrow_positions
-from jax_nvfp4_moe.backends.resolution import resolve
-from jax_nvfp4_moe.numerics.arguments import check_arguments
-from jax_nvfp4_moe.numerics.rope import Rope
-from jax_nvfp4_moe.ops.derivative import with_derivative_of
-from jax_nvfp4_moe.scheme import Problem, Target
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
+from jax_nvfp4_moe.numerics.norms import normalize
+from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
+from jax_nvfp4_moe.ops.cache import append
+from jax_nvfp4_moe.ops.documentation import public_op
+from jax_nvfp4_moe.ops.positions import narrow_positions
+from jax_nvfp4_moe.ops.running import run
+from jax_nvfp4_moe.scheme import Target
 
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
-@check_arguments
+@public_op
 def prepare_latents(
     down: Float[Array, "b t w"],
     positions: Int[Array, "b t"],
@@ -48,17 +55,14 @@ def prepare_latents(
       rope: parameters of the rotation, with ``e/2`` frequencies. None (default) rotates nothing.
       interleaved: whether the two channels of a rotated pair are adjacent in `down`. They are half
         of e apart in the cache. False (default) if they are half of e apart in `down` too.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       The latents of the queries ``[b, t, r]``, and the cache. Gradients flow in plain XLA.
 
     Raises:
       ValueError: if a shape or a dtype is wrong.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,20 +76,22 @@ def prepare_latents(
       ((1, 1, 16), [0.0, 1.0, 0.0], 3.0)
     """
     _check(down, positions, cache, kv_weight, q_weight, rope)
-    options = reference.LatentOptions(rope, eps, interleaved)
+    options = LatentOptions(rope, eps, interleaved)
     rank, width = kv_weight.shape[0], cache.shape[3]
-    problem = Problem(
+    return run(
         "prepare_latents",
-        None,
-        target or Target.current(),
-        down.dtype.name,
-        head_widths=(down.shape[2] - width, rank, width - rank),
+        (down, narrow_positions(positions), cache, q_weight, kv_weight),
+        "b, b, b, -, - -> b, b",
+        target=target,
+        backend=backend,
+        options={"options": options},
+        dtype=down.dtype.name,
+        sizes={
+            "query latent": down.shape[2] - width,
+            "latent": rank,
+            "rotated width": width - rank,
+        },
     )
-    plan = resolve(problem, backend=backend)
-    operands = down, narrow_positions(positions), cache, q_weight, kv_weight
-    rows = "b, b, b, -, - -> b, b"
-    run = with_derivative_of(reference.prepare_latents, plan.lower, rows, options=options)
-    return run(*operands)
 
 
 def _check(down, positions, cache, kv_weight, q_weight, rope):
@@ -122,3 +128,79 @@ def _check(down, positions, cache, kv_weight, q_weight, rope):
             f"rope: expected {rest // 2} frequencies for a key of {rest} channels, got "
             f"{len(rope.frequencies)}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentOptions:
+    """Static options of `ops.prepare_latents`, which describes them."""
+
+    rope: Rope | None
+    eps: float
+    interleaved: bool
+
+
+def rotate_key(x, positions, rope: Rope | None, interleaved: bool):
+    """Rotate heads ``[b, t, n, e]``, whose pairs of channels may be adjacent."""
+    if rope is None:
+        return x
+    return rotate(pair_halves(x) if interleaved else x, positions, rope)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("options",))
+def meaning(down, positions, cache, q_weight, kv_weight, *, options: LatentOptions):
+    """Compute `ops.prepare_latents`; `q_weight` may be None."""
+    first, rank = down.shape[2] - cache.shape[3], kv_weight.shape[0]
+    q, latent, key = jnp.split(down, [first, first + rank], axis=-1)
+    if q_weight is not None:
+        q = normalize(q, q_weight, options.eps)
+    latent = normalize(latent, kv_weight, options.eps)[:, :, None]
+    key = rotate_key(key[:, :, None], positions, options.rope, options.interleaved)
+    new = jnp.concatenate([latent, key], axis=-1)
+    written, _ = append({"latent": cache}, positions, latent=new)
+    return q, written["latent"]
+
+
+def _lower(ffi_target, down, positions, cache, q_weight, kv_weight, *, options):
+    """Lower `prepare_latents` to an FFI target.
+
+    The kernel writes the new latents and keys into the memory of the cache.
+    """
+    (b, t, width), own = down.shape, cache.shape[3]
+    outputs = (
+        jax.ShapeDtypeStruct((b, t, width - own), down.dtype),
+        cache,
+    )
+    call = kernel_call(ffi_target, outputs, input_output_aliases={2: 1})
+    # The kernel reads both weights in the dtype of the tokens, or both in float32.
+    given = [w for w in (q_weight, kv_weight) if w is not None]
+    kept = all(weight.dtype == down.dtype for weight in given)
+    weight_dtype = down.dtype if kept else jnp.float32
+    rope = options.rope
+    return call(
+        down,
+        positions,
+        cache,
+        jnp.zeros(0, weight_dtype) if q_weight is None else q_weight.astype(weight_dtype),
+        kv_weight.astype(weight_dtype),
+        jnp.asarray(() if rope is None else rope.frequencies, jnp.float32),
+        eps=np.float32(options.eps),
+        rotation_scale=np.float32(1 if rope is None else rope.scale),
+        interleaved=options.interleaved,
+    )
+
+
+LATENTS_CUDA = Backend(
+    "latents_cuda",
+    {"prepare_latents": Kernel(_lower, "nvfp4_prepare_latents_cuda")},
+    (CUDA,),
+    dtypes=HALVES,
+    limits={
+        "query latent": range(4, (1 << 18) + 1, 4),
+        "latent": range(4, 4097, 4),
+        "rotated width": range(4, 257, 4),
+    },
+)
+
+
+BACKENDS = (LATENTS_CUDA,)
+MEANINGS = {"prepare_latents": meaning}

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.conversion import report_conversion
-from jax_nvfp4_moe.backends.reference import round_activations, round_to
+from jax_nvfp4_moe.backends.plan import Plan
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
-from jax_nvfp4_moe.numerics.arguments import check_arguments
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import MoEParams, check_moe_params
+from jax_nvfp4_moe.ops.conversion import report_conversion
 from jax_nvfp4_moe.ops.dense import precision_for
+from jax_nvfp4_moe.ops.documentation import public_op
+from jax_nvfp4_moe.ops.experts.meaning import round_activations, round_to
 from jax_nvfp4_moe.ops.gradient import (
     ExpertLayer,
     in_float32,
@@ -22,7 +23,7 @@ from jax_nvfp4_moe.ops.gradient import (
     with_expert_gradient,
 )
 from jax_nvfp4_moe.ops.preparation import find_checkpoint_scheme, plan_experts
-from jax_nvfp4_moe.scheme import NEEDS_INPUT_SCALES, Plan, Scheme, Target
+from jax_nvfp4_moe.scheme import NEEDS_INPUT_SCALES, Scheme, Target
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -57,7 +58,7 @@ def check_activations(name, x):
         raise ValueError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {x.dtype.name}")
 
 
-@check_arguments
+@public_op
 def moe_mlp(
     x: Float[Array, "t h"],
     params: MoEParams,
@@ -97,9 +98,7 @@ def moe_mlp(
       expert_weights: ``[t, k]`` of any float dtype, taken as float32.
       scheme: "checkpoint", a `Scheme` or its name. None (default) lets the weights and the device
         decide. Parameters with input scales count as a w4a4 checkpoint.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
       activation: name of an activation, "silu" by default, or the result of `find_activation`.
       alpha: parameter of the activation; None (default) for the value of the activation.
       beta: parameter of the activation; None (default) for the value of the activation.
@@ -115,8 +114,7 @@ def moe_mlp(
     Raises:
       ValueError: if shapes or dtypes disagree, or the scheme or the activation is unknown.
       ValueError: if scheme "w4a4" is requested and `params` have no input scales.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax
@@ -132,7 +130,7 @@ def moe_mlp(
       ((5, 64), 'float32')
 
     Reference:
-      `backends.reference.moe_mlp` defines the result, up to the order of summation.
+      `ops.experts.meaning.moe_mlp` defines the result, up to the order of summation.
     """
     call = find_activation(activation, alpha, beta, limit)
     check_moe_params(params)

@@ -1,20 +1,24 @@
 """`add_rms_norm`: add to the residual stream of a model, and normalize the sum."""
 
+import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends import reference
-from jax_nvfp4_moe.backends.resolution import resolve
-from jax_nvfp4_moe.numerics.arguments import check_arguments
-from jax_nvfp4_moe.ops.derivative import with_derivative_of
-from jax_nvfp4_moe.scheme import Problem, Target
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
+from jax_nvfp4_moe.numerics.norms import normalize
+from jax_nvfp4_moe.ops.documentation import public_op
+from jax_nvfp4_moe.ops.running import run
+from jax_nvfp4_moe.scheme import Target
 
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
-@check_arguments
+@public_op
 def add_rms_norm(
     x: Float[Array, "... h"],
     added: Float[Array, "... h"] | None,
@@ -35,9 +39,7 @@ def add_rms_norm(
       added: ``[..., h]`` of the dtype of `x`. None normalizes `x` itself.
       weight: ``[h]``, bfloat16, float16 or float32.
       eps: added to the mean of the squares.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       A tuple ``(sum, y)``, both ``[..., h]`` in the dtype of `x`. Without `added`, the first is
@@ -45,8 +47,7 @@ def add_rms_norm(
 
     Raises:
       ValueError: if a shape or a dtype is wrong.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -57,12 +58,16 @@ def add_rms_norm(
       ([[4.0, -4.0]], [[1.0, -1.0]])
     """
     _check(x, added, weight)
-    target = target or Target.current()
-    problem = Problem("add_rms_norm", None, target, x.dtype.name, hidden=x.shape[-1])
-    plan = resolve(problem, backend=backend)
-    rows = "... _, ... _, - -> ... _, ... _"
-    run = with_derivative_of(reference.add_rms_norm, plan.lower, rows, eps=eps)
-    return run(x, added, jnp.asarray(weight))
+    return run(
+        "add_rms_norm",
+        (x, added, jnp.asarray(weight)),
+        "... _, ... _, - -> ... _, ... _",
+        target=target,
+        backend=backend,
+        options={"eps": eps},
+        dtype=x.dtype.name,
+        hidden=x.shape[-1],
+    )
 
 
 def _check(x, added, weight):
@@ -82,3 +87,36 @@ def _check(x, added, weight):
 
 def _words():
     return f"{', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}"
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("eps",))
+def meaning(x, added, weight, *, eps):
+    """Add and normalize; `ops.add_rms_norm` describes the result."""
+    if added is not None:
+        x = x + added
+    return x, normalize(x, weight, eps)
+
+
+def _lower(ffi_target, x, added, weight, *, eps):
+    """Lower `add_rms_norm` to an FFI target."""
+    rows = x.reshape(-1, x.shape[-1])
+    nothing = jnp.zeros((0, 0), x.dtype)
+    operand = nothing if added is None else added.reshape(rows.shape)
+    outputs = (
+        jax.ShapeDtypeStruct(operand.shape, x.dtype),
+        jax.ShapeDtypeStruct(rows.shape, x.dtype),
+    )
+    total, y = kernel_call(ffi_target, outputs)(rows, operand, weight, eps=np.float32(eps))
+    return (x if added is None else total.reshape(x.shape)), y.reshape(x.shape)
+
+
+NORM_CUDA = Backend(
+    "norm_cuda",
+    {"add_rms_norm": Kernel(_lower, "nvfp4_add_rms_norm_cuda")},
+    (CUDA,),
+    max_extent=1 << 22,
+)
+
+
+BACKENDS = (NORM_CUDA,)
+MEANINGS = {"add_rms_norm": meaning}

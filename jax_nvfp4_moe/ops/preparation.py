@@ -8,11 +8,14 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jax_nvfp4_moe.backends.plan import Plan
 from jax_nvfp4_moe.backends.resolution import resolve, resolve_again
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor, check_moe_params
-from jax_nvfp4_moe.scheme import Plan, Problem, Scheme, Target
+from jax_nvfp4_moe.ops.documentation import share_lines
+from jax_nvfp4_moe.ops.running import list_records
+from jax_nvfp4_moe.scheme import Problem, Scheme, Target
 
 Weights = TypeVar("Weights", MoEParams, NVFP4Tensor, FP8Tensor, DenseExperts)
 
@@ -60,7 +63,7 @@ def plan_experts(
         activation=activation,
     )
     how = {"requested_scheme": scheme, "backend": backend}
-    return resolve(problem, checkpoint_scheme=checkpoint_scheme, **how)
+    return resolve(problem, list_records(), checkpoint_scheme=checkpoint_scheme, **how)
 
 
 def plan_product(
@@ -87,7 +90,7 @@ def plan_product(
         intermediate=n,
     )
     how = {"requested_scheme": scheme, "backend": backend}
-    return resolve(problem, checkpoint_scheme=checkpoint_scheme, **how)
+    return resolve(problem, list_records(), checkpoint_scheme=checkpoint_scheme, **how)
 
 
 def find_checkpoint_scheme(params: MoEParams) -> Scheme:
@@ -118,7 +121,7 @@ def plan_with_input_scales(plan: Plan, scheme: Scheme | str | None = None) -> Pl
     """
     asked = plan.requested_scheme if scheme is None else str(scheme)
     given = dataclasses.replace(plan, checkpoint_scheme=Scheme.W4A4, requested_scheme=asked)
-    return resolve_again(given)
+    return resolve_again(given, list_records())
 
 
 def _to_layout(weights, layout):
@@ -141,6 +144,7 @@ def convert_stacked(weights, layout, stacked: int):
 _convert_donated = jax.jit(_to_layout, static_argnums=1, donate_argnums=0)
 
 
+@share_lines
 def prepare(
     params: Weights,
     *,
@@ -163,9 +167,7 @@ def prepare(
         `FP8Tensor` and `DenseExperts` have only one layout and are returned as they are.
       scheme: as in the op: "checkpoint", a `Scheme` or its name. None (default) lets the weights
         and the device decide. Give "w4a4" for an `NVFP4Tensor` whose calls have an input scale.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
       dtype: dtype of the tokens of the calls: bfloat16 (default), float16 or float32. Some backends
         accept only some of them.
       top_k: number of experts per token of the calls, 1 by default. It matters only above 32, which
@@ -178,8 +180,7 @@ def prepare(
       TypeError: if `params` is something else, such as an array or a module.
       ValueError: if shapes disagree, the scheme or a backend is unknown, or the scheme needs input
         scales that `params` lack.
-      NoBackendError: if no backend can run such calls; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax

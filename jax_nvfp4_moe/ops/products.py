@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.by_rows import by_rows
-from jax_nvfp4_moe.backends.conversion import report_conversion
-from jax_nvfp4_moe.numerics.arguments import check_arguments
+from jax_nvfp4_moe.backends.plan import Plan
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.ops.conversion import report_conversion
+from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.gradient import with_product_gradient
 from jax_nvfp4_moe.ops.moe import check_activations
 from jax_nvfp4_moe.ops.preparation import plan_product
-from jax_nvfp4_moe.scheme import Plan, Scheme, Target
+from jax_nvfp4_moe.scheme import Scheme, Target
 
 
 def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
@@ -58,7 +59,7 @@ def _flatten(run, x, *operands):
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-@check_arguments
+@public_op
 def grouped_gemm(
     x: Float[Array, "m k"],
     weight: NVFP4Tensor,
@@ -89,9 +90,7 @@ def grouped_gemm(
         2688. None (default) if the activations are not calibrated.
       scheme: "checkpoint", a `Scheme` or its name. None (default) lets the arguments and the device
         decide. With `input_scale`, the weight counts as a w4a4 checkpoint.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       ``[m, n]`` in the dtype of `x`.
@@ -99,8 +98,7 @@ def grouped_gemm(
     Raises:
       ValueError: if shapes or dtypes disagree, or the scheme is unknown.
       ValueError: if scheme "w4a4" is requested without `input_scale`.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax
@@ -114,7 +112,7 @@ def grouped_gemm(
       ((5, 32), 0.0)
 
     Reference:
-      `backends.reference.grouped_gemm` defines the result, up to the order of summation.
+      `ops.experts.meaning.grouped_gemm` defines the result, up to the order of summation.
     """
     if len(weight.shape) != 3:
         raise ValueError(f"weight: expected shape [e, n, k], got {weight.shape}")
@@ -130,7 +128,7 @@ def grouped_gemm(
     return _product("grouped_gemm", x, weight, group_sizes, input_scale, None, None, requested)
 
 
-@check_arguments
+@public_op
 def linear(
     x: Float[Array, "... k"],
     weight: NVFP4Tensor,
@@ -156,9 +154,7 @@ def linear(
       bias: ``[n]`` of any float dtype, taken as float32; None (default) for no bias.
       scheme: "checkpoint", a `Scheme` or its name. None (default) lets the arguments and the device
         decide. With `input_scale`, the weight counts as a w4a4 checkpoint.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
       plan: a `Plan` that replaces `scheme`, `target` and `backend`. Modules pass the plan for which
         their weights were prepared. None (default) makes a plan.
 
@@ -168,8 +164,7 @@ def linear(
     Raises:
       ValueError: if shapes or dtypes disagree, or the scheme is unknown.
       ValueError: if scheme "w4a4" is requested without `input_scale`.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax
@@ -181,7 +176,7 @@ def linear(
       (2, 5, 32)
 
     Reference:
-      `backends.reference.grouped_gemm` with one group defines the result, up to the order of
+      `ops.experts.meaning.grouped_gemm` with one group defines the result, up to the order of
       summation.
     """
     if len(weight.shape) != 2:

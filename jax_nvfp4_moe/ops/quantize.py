@@ -3,24 +3,27 @@
 import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.by_rows import by_rows, is_on_mesh
-from jax_nvfp4_moe.backends.resolution import resolve
-from jax_nvfp4_moe.numerics.arguments import check_arguments
-from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.record import CPU, CUDA, Backend, Kernel
+from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
 from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
-from jax_nvfp4_moe.numerics.nvfp4 import check_blocks, global_scale_of
+from jax_nvfp4_moe.numerics.nvfp4 import check_blocks, global_scale_of, quantize
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.moe import check_activations
-from jax_nvfp4_moe.scheme import Problem, Target
+from jax_nvfp4_moe.ops.running import find_plan
+from jax_nvfp4_moe.scheme import Target
 
 # Value of `scale_layout` -> name of the layout of the result.
 _LAYOUTS = {"linear": CANONICAL, "swizzle_128x4": "swizzle_128x4"}
 
 
-@check_arguments
+@public_op
 def quantize_nvfp4(
     x: Float[Array, "m k"],
     *,
@@ -42,9 +45,7 @@ def quantize_nvfp4(
         check that it is positive and finite.
       scale_layout: "linear" (default) for block scales ``[m, k/16]``, or "swizzle_128x4" for the
         tiles that Blackwell's matrix units read, padded with zeros.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       An `NVFP4Tensor` ``[m, k]`` with layout "canonical" or "swizzle_128x4".
@@ -52,8 +53,7 @@ def quantize_nvfp4(
     Raises:
       ValueError: if a shape, a dtype or `scale_layout` is wrong. Also if the op is differentiated;
         the message says how to write a straight-through gradient.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -75,9 +75,8 @@ def quantize_nvfp4(
     scale = None if global_scale is None else jnp.asarray(global_scale, jnp.float32)
     if scale is not None and scale.shape != ():
         raise ValueError(f"global_scale: expected one number, got shape {scale.shape}")
-    target = target or Target.current()
-    problem = Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1])
-    plan = resolve(problem, backend=backend)
+    facts = {"dtype": x.dtype.name, "hidden": x.shape[1]}
+    plan = find_plan("quantize_nvfp4", target=target, backend=backend, **facts)
     run = functools.partial(plan.lower, scale_layout=scale_layout)
     if scale is None and is_on_mesh(x):  # A kernel finds the largest value of its own rows only.
         scale = global_scale_of(x)
@@ -85,3 +84,58 @@ def quantize_nvfp4(
         run = by_rows(run, "m, - -> m, m, -")
     arrays = not_differentiable("quantize_nvfp4", run)(x, scale)
     return NVFP4Tensor(*arrays, layout=_LAYOUTS[scale_layout])
+
+
+def meaning(x, global_scale, scale_layout):
+    """Quantize rows ``[m, k]`` with `numerics.nvfp4.quantize`; convert scales to `scale_layout`."""
+    packed, block_scale, scale = quantize(x, global_scale)
+    if scale_layout != "linear":
+        packed, block_scale = to_layout(packed, block_scale, find_layout(scale_layout))
+    return packed, block_scale, scale
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("ffi_target", "partials", "scale_layout"))
+def lower_quantize(ffi_target, x, global_scale, scale_layout, *, partials):
+    """Lower `quantize_nvfp4` to an FFI target.
+
+    The call returns packed uint8, block_scale float8_e4m3fn and the global scale. Swizzled block
+    scales are padded to whole tiles. Without a given global scale, the kernel computes it from x.
+
+    Args:
+      partials: number of 4-byte words of scratch memory that the search for the largest magnitude
+        needs.
+    """
+    m, k = x.shape
+    scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
+    outputs = (
+        jax.ShapeDtypeStruct((m, k // 2), jnp.uint8),
+        jax.ShapeDtypeStruct(scales, jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((), jnp.float32),
+        jax.ShapeDtypeStruct((4 * partials if global_scale is None else 0,), jnp.uint8),
+    )
+    scale = jnp.zeros(0, jnp.float32) if global_scale is None else global_scale
+    packed, block_scale, own_scale, _ = kernel_call(ffi_target, outputs)(
+        x, scale, scale_layout=scale_layout
+    )
+    return packed, block_scale, own_scale if global_scale is None else global_scale
+
+
+QUANTIZE_PARTIALS = 256  # number of pieces of x whose largest magnitudes are found first
+
+
+QUANTIZE_CUDA = Backend(
+    "quantize_cuda",
+    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cuda", partials=QUANTIZE_PARTIALS)},
+    (CUDA,),
+)
+
+
+QUANTIZE_CPU = Backend(
+    "quantize_cpu",
+    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cpu", partials=0)},
+    (CPU,),
+)
+
+
+BACKENDS = (QUANTIZE_CUDA, QUANTIZE_CPU)
+MEANINGS = {"quantize_nvfp4": meaning}

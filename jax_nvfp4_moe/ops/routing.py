@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.by_rows import by_rows
-from jax_nvfp4_moe.backends.resolution import resolve
-from jax_nvfp4_moe.numerics.arguments import check_arguments
+from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
+from jax_nvfp4_moe.numerics import routing
 from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
 from jax_nvfp4_moe.numerics.routing import (
     TINY,
@@ -21,10 +23,12 @@ from jax_nvfp4_moe.numerics.routing import (
     weigh,
 )
 from jax_nvfp4_moe.numerics.varying import vary_together
-from jax_nvfp4_moe.scheme import Problem, Target
+from jax_nvfp4_moe.ops.documentation import public_op
+from jax_nvfp4_moe.ops.running import find_plan
+from jax_nvfp4_moe.scheme import Target
 
 
-@check_arguments
+@public_op
 def route(
     router: Router,
     logits: Float[Array, "t e"],
@@ -44,9 +48,7 @@ def route(
       logits: ``[t, e]`` of any float dtype; the computation is in float32.
       bias: correction of the scores ``[e]``, which changes the choice but not the weights. None
         (default) for no correction.
-      target: the `Target` to lower for; None (default) for the current device.
-      backend: name of a backend, or a sequence of names that are tried in that order. None
-        (default) chooses the first backend that accepts the problem.
+      target, backend: where the op runs, and which kernel runs it.
 
     Returns:
       A tuple ``(expert_ids, expert_weights)``: int32 ``[t, top_k]`` and float32 ``[t, top_k]``.
@@ -54,8 +56,7 @@ def route(
     Raises:
       ValueError: if shapes disagree, the groups do not divide the experts, or the kept groups have
         fewer than `top_k` experts.
-      NoBackendError: if no backend can run the call; the message lists every backend and its
-        reason.
+      NoBackendError: if no backend can run the call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,9 +75,8 @@ def route(
     if bias is not None and bias.shape != (e,):
         raise ValueError(f"bias: expected shape {(e,)}, got {bias.shape}")
     check_experts(router, e)
-    target = target or Target.current()
-    problem = Problem("route", None, target, "float32", num_experts=e, top_k=router.top_k)
-    plan = resolve(problem, backend=backend)
+    facts = {"dtype": "float32", "num_experts": e, "top_k": router.top_k}
+    plan = find_plan("route", target=target, backend=backend, **facts)
     bias = None if bias is None else bias.astype(jnp.float32)
     run = functools.partial(_route, plan.lower, router)
     return on_auto_axes(run)(logits.astype(jnp.float32), bias)
@@ -119,3 +119,40 @@ def _differentiate(router, primals, tangents):
     logits, ids, weights = primals
     _, tangent = jax.jvp(lambda logits: weigh(router, logits, ids), (logits,), tangents[:1])
     return weights, tangent
+
+
+def _lower(ffi_target, router, logits, bias):
+    """Lower `route` to an FFI target.
+
+    Routing by logits uses no correction, no groups and no renormalization, so the call then passes
+    neutral values.
+    """
+    shape, by_score = (logits.shape[0], router.top_k), router.select == "scores"
+    outputs = (
+        jax.ShapeDtypeStruct(shape, jnp.int32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+    ids, weights = kernel_call(ffi_target, outputs)(
+        logits,
+        bias if bias is not None and by_score else jnp.zeros(0, jnp.float32),
+        score=router.score,
+        select_logits=not by_score,
+        renormalize=router.renormalize and by_score,
+        num_groups=np.int32(router.num_groups if by_score else 1),
+        groups_kept=np.int32(router.groups_kept if by_score else 1),
+        scaling=np.float32(router.scaling),
+    )
+    return ids, weights
+
+
+ROUTE_CUDA = Backend(
+    "route_cuda",
+    {"route": Kernel(_lower, "nvfp4_route_cuda")},
+    (CUDA,),
+    dtypes=("float32",),
+    max_experts=1024,
+)
+
+
+BACKENDS = (ROUTE_CUDA,)
+MEANINGS = {"route": routing.route}

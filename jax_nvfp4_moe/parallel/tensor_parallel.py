@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.moves import read_rows
+from jax_nvfp4_moe.ops.moves import read_rows
 from jax_nvfp4_moe.parallel.dispatch import share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import (

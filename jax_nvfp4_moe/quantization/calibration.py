@@ -18,7 +18,6 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.models.loading import LoadPlan
 from jax_nvfp4_moe.nn.building import ExpertPart
@@ -27,6 +26,7 @@ from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.ops.experts.meaning import combine_experts
 from jax_nvfp4_moe.ops.gradient import take_expert
 
 # The result of `observe`: "amax", "count" and maybe "squares" of the rows that entered a product.

@@ -36,7 +36,7 @@ from support.kernels.kernel_suite import (
     assert_accurate,
 )
 
-from jax_nvfp4_moe.backends.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
+from jax_nvfp4_moe.ops.experts.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
 
 ISAS = cpu_calls.isa_levels()
 CPU = jax.devices("cpu")[0]

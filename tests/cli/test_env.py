@@ -8,6 +8,7 @@ import pytest
 from jax_nvfp4_moe.backends import _ffi, resolution
 from jax_nvfp4_moe.cli import app as cli
 from jax_nvfp4_moe.cli import env
+from jax_nvfp4_moe.ops.records import RECORDS
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target
 
 H200 = Target("cuda", (9, 0))
@@ -114,7 +115,7 @@ def test_a_build_without_cuda_says_why_and_how_to_get_it(extensions, caplog):
     assert "-C cmake.define.NVFP4_CUDA=ON" in line
     problem = Problem("moe_mlp", Scheme.W4A16, H200, num_experts=8, hidden=64, intermediate=32)
     for _ in range(2):
-        assert resolution.resolve(problem).backend.name == "reference"
+        assert resolution.resolve(problem, RECORDS).backend.name == "reference"
     said = [one.message for one in caplog.records if "no kernels on cuda 9.0" in one.message]
     assert len(said) == 1
     assert "no NVIDIA driver was found" in said[0]
@@ -124,7 +125,7 @@ def test_a_build_without_cuda_says_why_and_how_to_get_it(extensions, caplog):
 def test_a_build_for_other_gpus_says_so(extensions, caplog):
     extensions(Extension("80-real 120f-real"))
     problem = Problem("moe_mlp", Scheme.W4A16, H200, num_experts=8, hidden=64, intermediate=32)
-    plan = resolution.resolve(problem)
+    plan = resolution.resolve(problem, RECORDS)
     assert plan.backend.name == "reference"
     reason = dict(plan.problem.unavailable)["_nvfp4_cuda"]
     assert "was built for 80-real 120f-real, and this GPU has compute capability 9.0" in reason
@@ -135,5 +136,5 @@ def test_a_build_for_other_gpus_says_so(extensions, caplog):
 def test_a_build_for_this_gpu_is_taken(extensions, caplog):
     extensions(Extension("90a-real"))
     problem = Problem("moe_mlp", Scheme.W4A16, H200, num_experts=8, hidden=64, intermediate=32)
-    assert resolution.resolve(problem).backend.name == "moe_w4a16_sm90"
+    assert resolution.resolve(problem, RECORDS).backend.name == "moe_w4a16_sm90"
     assert "no kernels" not in caplog.text

@@ -11,8 +11,8 @@ from support.kernels.head_suite import Call
 from support.kernels.kernel_cases import Options, make_layer, uniform
 from support.kernels.linear_few_suite import make_linear
 
-from jax_nvfp4_moe.backends.heads import HeadOptions
 from jax_nvfp4_moe.numerics.rope import Rope
+from jax_nvfp4_moe.ops.heads import HeadOptions
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ import pytest
 from support.emulation import cuda_emulation
 from support.files.given import ROOT, TESTS
 
-from jax_nvfp4_moe.backends import sm100
+from jax_nvfp4_moe.ops.experts import sm100
 
 ROWS = {
     "one_row": [1],

@@ -8,7 +8,7 @@ from support.kernels.kernel_suite import assert_accurate
 from support.kernels.linear_few_suite import LINEARS, LinearFewSuite, make_linear
 
 from jax_nvfp4_moe import Problem, Scheme, Target, explain
-from jax_nvfp4_moe.backends.cuda_notes import linear_few_rows
+from jax_nvfp4_moe.ops.experts.cuda_notes import linear_few_rows
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 

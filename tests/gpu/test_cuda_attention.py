@@ -19,8 +19,8 @@ from support.kernels.fp8_attention_suite import FP8, FP8_CASES, Fp8KernelSuite, 
 from support.ops.gradients import gradients
 
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.backends.cuda import attention_workspace_bytes
 from jax_nvfp4_moe.ops import attention
+from jax_nvfp4_moe.ops.causal_attention.cuda import attention_workspace_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from support.models.architecture import EACH_MIXER
 from support.ops.shared_expert_block import HIDDEN, make_layer, run_layers
 
 from jax_nvfp4_moe import Target, generate, load_model, ops
-from jax_nvfp4_moe.backends import call_chain
+from jax_nvfp4_moe.backends.chains import emission
 from jax_nvfp4_moe.inference import generation
 
 pytestmark = pytest.mark.gpu
@@ -136,8 +136,8 @@ ROWS = [1, 3, 16, 64]
 
 def test_shared_experts_are_branches(layers, monkeypatch):
     """The tests below run branches at all."""
-    found, find = [], call_chain.find_branches
-    monkeypatch.setattr(call_chain, "find_branches", lambda *a: found.append(find(*a)) or found[-1])
+    found, find = [], emission.find_forks
+    monkeypatch.setattr(emission, "find_forks", lambda *a: found.append(find(*a)) or found[-1])
     for rows in ROWS:
         jax.eval_shape(run_beside, make_tokens(rows), layers)
     assert [len(branches) for branches in found] == [len(layers)] * len(ROWS)

@@ -25,7 +25,7 @@ from support.kernels.recurrence_suite import RowsAloneSuite
 from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
-from jax_nvfp4_moe.backends.recurrent import delta_rule_workspace_bytes
+from jax_nvfp4_moe.ops.recurrent.delta_rule import delta_rule_workspace_bytes
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 pytestmark = pytest.mark.gpu

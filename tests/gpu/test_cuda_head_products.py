@@ -9,7 +9,7 @@ from support.kernels.axes import axis
 from support.kernels.head_product_suite import CASES, HeadProductSuite, make
 from support.ops.gradients import gradients
 
-from jax_nvfp4_moe.ops.head_products import _absorb, absorb_queries, expand_values
+from jax_nvfp4_moe.ops.head_products import absorb, absorb_queries, expand_values
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def test_derivative_is_that_of_the_reference():
     def gradients_of(run):
         return gradients(lambda q, keys: run(q, keys, positions, **call.options), q, keys)
 
-    for got, expected in zip(*map(gradients_of, (absorb_queries, _absorb)), strict=True):
+    for got, expected in zip(*map(gradients_of, (absorb_queries, absorb)), strict=True):
         assert float(jnp.abs(expected).max()) > 0
         np.testing.assert_array_equal(got, expected)
 

@@ -28,8 +28,7 @@ from support.kernels.kernel_suite import (
     combinations,
 )
 
-from jax_nvfp4_moe.backends import BACKENDS
-from jax_nvfp4_moe.backends.cuda import (
+from jax_nvfp4_moe.ops.experts.cuda import (
     grouped_gemm_w4a4_workspace_bytes,
     grouped_gemm_w4a16_workspace_bytes,
     grouped_gemm_workspace_bytes,
@@ -37,7 +36,8 @@ from jax_nvfp4_moe.backends.cuda import (
     moe_w4a16_workspace_bytes,
     moe_workspace_bytes,
 )
-from jax_nvfp4_moe.backends.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
+from jax_nvfp4_moe.ops.experts.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
+from jax_nvfp4_moe.ops.records import RECORDS
 
 # tokens, top_k, experts, hidden, intermediate, for which an H100 or H200 has more output tiles of
 # GEMM 1, or of GEMM 2, than blocks. An expert has 2.5 or 5.6 rows.
@@ -135,7 +135,7 @@ def test_wrong_operand_is_named(name, what):
 def test_shared_memory_of_the_records_is_that_of_the_kernels():
     from jax_nvfp4_moe import _nvfp4_cuda
 
-    of_records = {b.name: b.can.shared_bytes for b in BACKENDS if b.can.shared_bytes}
+    of_records = {b.name: b.shared_bytes for b in RECORDS if b.shared_bytes}
     assert of_records == _nvfp4_cuda.needed_shared_bytes()
 
 

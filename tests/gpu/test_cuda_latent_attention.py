@@ -11,8 +11,8 @@ from support.kernels.latent_attention_suite import CASES, LatentAttentionSuite, 
 from support.ops.gradients import gradients
 
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.backends.cuda import latent_attention_workspace_bytes
 from jax_nvfp4_moe.ops import attention, chain_calls
+from jax_nvfp4_moe.ops.causal_attention.cuda import latent_attention_workspace_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from support.kernels.recurrence_suite import RowsAloneSuite
 from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
-from jax_nvfp4_moe.backends.recurrent import mamba2_scan_workspace_bytes
+from jax_nvfp4_moe.ops.recurrent.mamba2_scan import mamba2_scan_workspace_bytes
 
 pytestmark = pytest.mark.gpu
 

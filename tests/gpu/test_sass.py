@@ -21,7 +21,7 @@ from support.extensions.machine_code import (
     run,
 )
 
-from jax_nvfp4_moe.backends.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
+from jax_nvfp4_moe.ops.experts.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
 
 pytestmark = pytest.mark.cuda_build
 

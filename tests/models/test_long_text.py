@@ -24,10 +24,10 @@ from support.files.given import (
 from support.models.architecture import LONG_TEXTS
 
 from jax_nvfp4_moe import generate, load_model
-from jax_nvfp4_moe.backends import attention
 from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.inference.prefill import empty_cache, padded_length, prefill_chunks
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.ops.causal_attention import meaning
 
 PROMPT, NEW = 700, 200
 TEXT = PROMPT + NEW
@@ -100,7 +100,7 @@ def check(model, prompt, lengths=None, piece=1, **how):
       The logits of the text, computed by pieces. What follows the new tokens of a shorter row is of
       the prompt.
     """
-    assert prompt.shape[1] > attention._REFERENCE_QUERIES
+    assert prompt.shape[1] > meaning._REFERENCE_QUERIES
     how = {"stop_ids": (), "lengths": lengths} | how
     tokens = np.asarray(generate(model, prompt, max_new_tokens=NEW, **how))
     assert tokens.shape == (len(prompt), NEW)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.nn.packing import find_places, is_unpacked, pack, pack_like, unpack
+from jax_nvfp4_moe.ops.positions import PADDING
 
 LENGTHS = np.array([3, 0, 5, 1])
 STEPS = np.arange(5)

@@ -9,8 +9,8 @@ import pytest
 from support.kernels.attention_suite import find_seen, in_float64, jitted_attention, worst
 
 from jax_nvfp4_moe import NoBackendError, Target
-from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.ops import attention
+from jax_nvfp4_moe.ops.positions import PADDING
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 # There are more keys than a block of 512, and their number is not a multiple of 512. There are more

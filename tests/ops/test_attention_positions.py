@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_nvfp4_moe import ops
-from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.ops.positions import PADDING
 
 SIGNED = ("int8", "int16", "int32", "int64")
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")

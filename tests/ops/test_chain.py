@@ -9,9 +9,10 @@ import pytest
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
-from jax_nvfp4_moe.backends import BACKENDS, call_chain
-from jax_nvfp4_moe.backends.call_chain import Call, Value
-from jax_nvfp4_moe.backends.cpu import DENSE_CPU
+from jax_nvfp4_moe.backends.chains import emission
+from jax_nvfp4_moe.backends.chains.calls import Call, Value
+from jax_nvfp4_moe.ops.dense import DENSE_CPU
+from jax_nvfp4_moe.ops.records import RECORDS
 
 CUDA = nvfp4.Target("cuda", (9, 0))
 KEY = jax.random.key(0)
@@ -115,7 +116,7 @@ def test_results_have_the_same_bits(function, calls, chains):
 def test_values_in_the_same_memory_are_seen(monkeypatch):
     """The comparison above fails if a result overwrites another one that is still needed."""
     # Workspaces, which have tables of indices, stay apart from the results.
-    monkeypatch.setattr(call_chain, "_first_gap", lambda n, taken: 0 if n < 1024 else 1024)
+    monkeypatch.setattr(emission, "_first_gap", lambda n, taken: 0 if n < 1024 else 1024)
     got, expected = (jax.jit(f)(X)[1] for f in (ops.chain_calls(held), held))
     assert not np.array_equal(got, expected)
 
@@ -238,7 +239,7 @@ def test_values_that_are_needed_at_once_share_no_memory(seed):
         calls.append(Call("target", {}, operands, results, {}))
         values += results
     kept = set(values[::7])
-    offsets, size = call_chain._place_scratch(calls, kept)
+    offsets, size = emission._place_scratch(calls, kept)
     assert offsets.keys() == set(values) - kept
     assert size < sum(value.nbytes for value in offsets)  # memory is shared at all
     needed = {
@@ -262,7 +263,7 @@ def test_numbers_of_dtypes_are_those_of_xla():
     for short, long in (("S", "int"), ("U", "uint"), ("F", "float")):
         names |= {f"{short}{bits}": f"{long}{bits}" for bits in (8, 16, 32)}
     found = {names[code]: int(number) for code, number in codes.items() if code in names}
-    assert found.items() >= call_chain.DATA_TYPES.items()
+    assert found.items() >= emission.DATA_TYPES.items()
 
 
 X_BUFFER = (0, 0, 11, 2, 4, 64)
@@ -310,7 +311,7 @@ def run_dense(**changes):
 
 
 def test_a_chain_by_hand():
-    assert any("nvfp4_call_chain_cpu" in record.ffi_targets for record in BACKENDS)
+    assert any("nvfp4_call_chain_cpu" in record.ffi_targets for record in RECORDS)
     y, expected = run_dense()
     np.testing.assert_array_equal(y, expected)
 

@@ -53,7 +53,7 @@ def test_columns_that_no_vector_divides_are_plain_xla():
     run = functools.partial(ops.causal_convolution, x, positions, inputs, weight=weight)
     parts, _ = jax.jit(functools.partial(run, first=5, target=HOPPER))()
     assert parts[0].shape == (1, 16, 6)
-    with pytest.raises(NoBackendError, match=r"got \(4, 12, 5, 6, 6\)"):
+    with pytest.raises(NoBackendError, match="first column from 0 to .* got 5"):
         run(first=5, target=HOPPER, backend="convolution_cuda")
 
 

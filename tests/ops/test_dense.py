@@ -1,7 +1,6 @@
 """Test products of few rows with plain matrices: the CPU kernel, and which calls take a kernel."""
 
 import functools
-import importlib
 import re
 
 import jax
@@ -17,7 +16,7 @@ from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.chain import chain_calls
-from jax_nvfp4_moe.ops.dense import dense, dense_fp8
+from jax_nvfp4_moe.ops.dense import DENSE_CUDA, dense, dense_fp8, multiply
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
@@ -238,8 +237,11 @@ def test_a_bias_is_added_to_the_float32_sums(rows, target):
 @pytest.mark.parametrize("target", [None, GPU], ids=str)
 def test_a_bias_has_a_derivative(target, monkeypatch):
     """A product by XLA stands in for the kernel of a GPU."""
-    module = importlib.import_module("jax_nvfp4_moe.ops.dense")
-    monkeypatch.setattr(module, "_find_form", lambda *_: module._multiply)
+
+    def kernel(*given, **how):
+        return jax.lax.stop_gradient(multiply(*given, **how))
+
+    monkeypatch.setitem(DENSE_CUDA.lower, "dense", kernel)
     x, weight = operands(3, 5, 40)
     bias = np.linspace(-1, 1, 5, dtype=np.float32)
     bar = np.random.default_rng(3).normal(0, 1, (3, 5)).astype(np.float32)
@@ -281,7 +283,7 @@ def test_which_calls_with_fp8_weights_take_the_kernel():
     [
         (fp8_weight(), {}, GPU, None),
         (fp8_weight(), {"dtype": jnp.float16}, Target("cuda", (8, 0)), None),
-        (fp8_weight(k=40), {}, GPU, "multiple of 16 numbers, got 40"),
+        (fp8_weight(k=40), {}, GPU, "FP8 inputs of at least 16 in multiples of 16; got 40"),
         (fp8_weight(), {"dtype": jnp.float32}, GPU, "needs bfloat16 or float16, got float32"),
         (fp8_weight(), {}, Target("cuda", (7, 5)), r"compute capability in \[8.0"),
         (fp8_weight(), {}, Target("cpu"), "needs cuda, got cpu"),
@@ -371,7 +373,7 @@ def test_a_linear_takes_the_kernel_and_a_chain_holds_it(kind):
 
 def test_derivatives_of_the_kernel_for_fp8_weights_are_those_of_xla(monkeypatch):
     """A function without a derivative stands in for the kernel, which has none either."""
-    x, weight = jnp.asarray(operands(3, 5, 32)[0], jnp.float32), fp8_weight()
+    x, weight = jnp.asarray(operands(3, 5, 32)[0]), fp8_weight()
 
     def kernel(x, values, scale, own, bias, dtype):
         assert own is None
@@ -383,8 +385,7 @@ def test_derivatives_of_the_kernel_for_fp8_weights_are_those_of_xla(monkeypatch)
         return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(y(x)))))(x)
 
     expected = gradient(None)
-    module = importlib.import_module("jax_nvfp4_moe.ops.dense")
-    monkeypatch.setattr(module, "_find_fp8_kernel", lambda *_: kernel)
+    monkeypatch.setitem(DENSE_CUDA.lower, "dense_fp8", kernel)
     scale = np.asarray(weight.scale, np.float64)[:, None]
     matrix = np.asarray(weight.values, np.float64) * scale
     truth = np.cos(np.asarray(x, np.float64) @ matrix.T) @ matrix

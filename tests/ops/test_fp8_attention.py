@@ -14,8 +14,8 @@ from support.kernels.fp8_attention_suite import FP8, FP8_CASES, Fp8AttentionSuit
 from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import Problem, Target, explain
-from jax_nvfp4_moe.backends.attention import attend
 from jax_nvfp4_moe.ops import attention
+from jax_nvfp4_moe.ops.causal_attention.meaning import attend
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 GPU = Target("cuda", (9, 0))
@@ -153,11 +153,12 @@ def test_many_rows_and_odd_widths_are_widened_on_a_gpu(t, heads, widths):
 
 
 def test_explain_says_what_takes_the_kernel():
-    problem = Problem("attention", None, GPU, head_widths=(128, 128), cache_dtype=FP8.name)
+    sizes = {"key width": 128, "value width": 128}
+    problem = Problem("attention", None, GPU, sizes=sizes, cache_dtype=FP8.name)
     found = explain(problem)
     assert found.backend == "attention_cuda"
     assert "up to 64 queries for each key head" in str(found)
-    plain = explain(Problem("attention", None, GPU, head_widths=(128, 128)))
+    plain = explain(Problem("attention", None, GPU, sizes=sizes))
     assert plain.notes == ()
     if cpu_calls.present_isas()[:1] and cpu_calls.present_isas()[0] in ("amx", "avx512"):
         problem = Problem("attention", None, Target("cpu"), cache_dtype=FP8.name)

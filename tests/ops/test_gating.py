@@ -22,8 +22,8 @@ from support.kernels.gating_suite import (
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
-from jax_nvfp4_moe.backends import reference
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.ops import gating
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 CUDA = nvfp4.Target("cuda", (9, 0))
@@ -132,7 +132,7 @@ def test_gradients_of_kernels_are_those_of_the_reference():
     assert "nvfp4_add_linear_gated_cuda" in text
 
 
-@pytest.mark.parametrize("function", [ops.add_linear_gated, reference.add_linear_gated])
+@pytest.mark.parametrize("function", [ops.add_linear_gated, gating.add_linear_gated_meaning])
 def test_gradients_of_a_linear_gate(function):
     """The op runs as a layer and a sum here. A kernel has the derivative of the reference."""
     arrays = make_linear_sum("odd inputs", "float32")

@@ -10,14 +10,14 @@ import pytest
 from support.ops.expert_layer import E, H, I, K, expert_layer
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.backends import BACKENDS
-from jax_nvfp4_moe.backends.reference import round_activations
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops import gradient
 from jax_nvfp4_moe.ops.dense import dense_fp8
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
+from jax_nvfp4_moe.ops.experts.meaning import round_activations
+from jax_nvfp4_moe.ops.records import RECORDS
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 from jax_nvfp4_moe.testing import (
     assert_as_accurate_as,
@@ -318,7 +318,7 @@ def test_ours_is_the_kernel_and_nothing_more_without_a_gradient():
         return jax.grad(lambda x: forward(x, params, ids, weights).sum())(x)
 
     def plain(x, params, ids, weights):
-        (record,) = (b for b in BACKENDS if b.name == "moe_w4a16_sm90")
+        (record,) = (b for b in RECORDS if b.name == "moe_w4a16_sm90")
         how = {"scheme": Scheme.W4A16, "call": find_activation("silu"), "weight_on_input": False}
         return record.lower["moe_mlp"](x, params, ids, weights, **how)
 

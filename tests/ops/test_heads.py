@@ -146,22 +146,27 @@ def test_each_instruction_set_rounds_to_fp8_alike(case, isa):
 
 
 def test_cpus_have_their_kernel():
-    problem = Problem("prepare_heads", None, Target("cpu"), head_widths=(128, 64))
+    problem = Problem(
+        "prepare_heads", None, Target("cpu"), sizes={"head width": 128, "rotated width": 64}
+    )
     assert explain(problem).backend == "heads_cpu"
-    for facts in ({"dtype": "float32"}, {"head_widths": (320, 64)}):
+    for facts in ({"dtype": "float32"}, {"sizes": {"head width": 320, "rotated width": 64}}):
         assert explain(Problem(**{**vars(problem), **facts})).backend == "reference"
 
 
 def test_gpus_run_the_kernel_and_others_do_not():
-    problem = Problem("prepare_heads", None, GPU, head_widths=(128, 64))
+    problem = Problem("prepare_heads", None, GPU, sizes={"head width": 128, "rotated width": 64})
     assert explain(problem).backend == "heads_cuda"
     for facts, why in (
         ({"dtype": "float32"}, "needs bfloat16 or float16"),
         (
-            {"head_widths": (320, 64)},
-            "needs widths of heads in range(0, 257, 4)",
+            {"sizes": {"head width": 320, "rotated width": 64}},
+            "needs head width from 0 to 256 in multiples of 4; got 320",
         ),
-        ({"head_widths": (128, 6)}, "needs widths of heads"),
+        (
+            {"sizes": {"head width": 128, "rotated width": 6}},
+            "needs rotated width from 0 to 256 in multiples of 4; got 6",
+        ),
         ({"target": Target("cpu")}, "needs cuda"),
     ):
         found = explain(Problem(**{**vars(problem), **facts}))

@@ -43,12 +43,23 @@ class TestReference(LatentsSuite):
 
 
 def test_gpus_run_the_kernel_and_others_the_reference():
-    problem = Problem("prepare_latents", None, GPU, head_widths=(1536, 512, 64))
+    problem = Problem(
+        "prepare_latents",
+        None,
+        GPU,
+        sizes={"query latent": 1536, "latent": 512, "rotated width": 64},
+    )
     assert explain(problem).backend == "latents_cuda"
     for facts, why in (
         ({"dtype": "float32"}, "needs bfloat16 or float16"),
-        ({"head_widths": (1536, 512, 260)}, "range(4, 257, 4)"),
-        ({"head_widths": (1538, 512, 64)}, "needs widths of heads"),
+        (
+            {"sizes": {"query latent": 1536, "latent": 512, "rotated width": 260}},
+            "rotated width from 4 to 256 in multiples of 4; got 260",
+        ),
+        (
+            {"sizes": {"query latent": 1538, "latent": 512, "rotated width": 64}},
+            "query latent from 4 to 262144 in multiples of 4; got 1538",
+        ),
         ({"target": Target("cpu")}, "needs cuda"),
     ):
         found = explain(Problem(**{**vars(problem), **facts}))

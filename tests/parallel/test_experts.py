@@ -25,7 +25,7 @@ from support.devices.host_devices import (
 )
 
 from jax_nvfp4_moe import NVFP4MoE, Target, ops
-from jax_nvfp4_moe.backends.conversion import forget_reports
+from jax_nvfp4_moe.ops.conversion import forget_reports
 from jax_nvfp4_moe.parallel import run_sharded
 from jax_nvfp4_moe.parallel.shard_order import join_shards
 from jax_nvfp4_moe.parallel.shard_spec import array_layouts, find_layout

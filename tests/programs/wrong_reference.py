@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_nvfp4_moe.ops  # noqa: F401, so that all modules that name a reference are there
-from jax_nvfp4_moe.backends.reference import REFERENCE
+from jax_nvfp4_moe.ops.records import REFERENCE
 
 
 def pytest_addoption(parser):

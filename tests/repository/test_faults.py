@@ -3,7 +3,7 @@
 import find_faults
 import pytest
 
-from jax_nvfp4_moe.backends.reference import REFERENCE
+from jax_nvfp4_moe.ops.records import REFERENCE
 
 LINES = [fault for fault in find_faults.FAULTS if isinstance(fault, find_faults.Fault)]
 

@@ -8,7 +8,7 @@
 //
 // There are forms for up to 16 rows and for up to 64 rows, which decoding has. With more rows, each
 // block decodes all keys again for its tile of 64 rows. It is then faster to widen the cache once,
-// as lower_attention of backends/attention_calls.py does.
+// as lower_attention of ops/causal_attention/cuda.py does.
 //
 // Few rows: a number takes half the memory that it takes in 16 bits. A tile therefore has twice as
 // many keys with narrow rows: as many bytes are in flight, and a tile's softmax has its fixed costs

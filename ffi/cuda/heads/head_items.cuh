@@ -1,6 +1,6 @@
 // The channels of one head in the registers of a warp: its norm, and its rotation by a position.
 //
-// Each step rounds to the type of the heads, as the jnp expressions of backends/heads.py do.
+// Each step rounds to the type of the heads, as the jnp expressions of ops/heads.py do.
 // Channels i and i + r/2 rotate by position * frequency[i], for i below r/2. The channels from r on
 // keep their values.
 //

@@ -8,7 +8,7 @@
 //
 // A cache in E4M3 has one scale for the keys and one for the values of each head.
 //
-// Each step rounds to the type of the heads, as the jnp expressions of backends/heads.py do.
+// Each step rounds to the type of the heads, as the jnp expressions of ops/heads.py do.
 // Channels i and i + r/2 rotate by position * frequency[i], for i below r/2. The channels from r on
 // keep their values. For a cache in E4M3, keys and values are rounded once more, to the bytes that
 // round_fp8 of numerics/fp8.py gives. Tokens at positions outside of the cache are not written.

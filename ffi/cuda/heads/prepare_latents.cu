@@ -4,7 +4,7 @@
 //
 //   down [tokens, r + k + e] -> q [tokens, r], cache [b, s, k + e]
 //
-// Each step rounds to the type of the tokens, as the jnp expressions of backends/latents.py do.
+// Each step rounds to the type of the tokens, as the jnp expressions of ops/latents.py do.
 // Channels i and i + e/2 of the written key rotate by position * frequency[i]. They are channels 2
 // i and 2 i + 1 of `down` if pairs are interleaved there. Tokens at positions outside of the cache
 // are not written.

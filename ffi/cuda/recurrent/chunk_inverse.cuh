@@ -17,7 +17,7 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kBlock = 16;      // blocks of this size are inverted by substitution
-constexpr float kTiny = 1e-6f;  // added to squared lengths, as in backends/gated_delta.py
+constexpr float kTiny = 1e-6f;  // added to squared lengths, as in ops/recurrent/gated_delta.py
 
 template <int kChunk>
 struct System {

@@ -42,7 +42,7 @@ constexpr int kRows = 16;  // rows of the state in the registers of a thread
 constexpr int kMaxWidth = static_cast<int>(kMaxStateWidth);
 constexpr int kShiftThreads = 256;
 constexpr int kMaxClusterBlocks = 8;  // the most that every device with clusters supports
-constexpr float kTiny = 1e-6f;        // as in backends/gated_delta.py
+constexpr float kTiny = 1e-6f;        // as in ops/recurrent/gated_delta.py
 
 static_assert(kThreads * kRows * 4 >= kMaxWidth * kMaxWidth, "the registers hold a state");
 static_assert(3 * kMaxWidth < 2 * kThreads, "a thread convolves at most two channels");

@@ -12,7 +12,7 @@
 namespace nvfp4 {
 
 // A token at this position or a later one is padding, which changes no state. The number is that of
-// backends/attention.py.
+// ops/positions.py.
 constexpr int32_t kPaddingPosition = 1 << 30;
 
 __device__ __forceinline__ float Silu(float value) { return value * Sigmoid(value); }

@@ -29,7 +29,7 @@ from jax_nvfp4_moe.nn.packing import pack_like, unpack
 from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.norms import normalize_plainly
 from jax_nvfp4_moe.numerics.rope import Rope, rotate_last
-from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.causal_attention.op import attention
 from jax_nvfp4_moe.ops.chosen_keys import multiply
 from jax_nvfp4_moe.ops.compressed_keys import attend_to_compressed
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec

@@ -6,16 +6,15 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.backends.heads import HeadOptions, normalize_heads, split_heads
 from jax_nvfp4_moe.nn.attention.kv_cache import KEY_AXES, build_keys_and_values, group_channels
 from jax_nvfp4_moe.nn.building import Builder, as_stored
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
 from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.norms import mean_square, normalize
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
-from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.causal_attention.op import attention
 from jax_nvfp4_moe.ops.gating import gate_heads
-from jax_nvfp4_moe.ops.heads import prepare_heads
+from jax_nvfp4_moe.ops.heads import HeadOptions, normalize_heads, prepare_heads, split_heads
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.attention import widen
-from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
+from jax_nvfp4_moe.ops.cache import append
+from jax_nvfp4_moe.ops.causal_attention.meaning import widen
 from jax_nvfp4_moe.parallel.sharded_variable import ShardedVariable
 
 # Name of a cache entry of `KeysAndValues` -> its axis of heads.

@@ -14,8 +14,6 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends.cache import append
-from jax_nvfp4_moe.backends.latents import rotate_key
 from jax_nvfp4_moe.nn.attention.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.attention.kv_cache import build_keys_and_values, empty_entries
 from jax_nvfp4_moe.nn.building import Builder
@@ -26,11 +24,12 @@ from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.packing import is_unpacked, pack_like, unpack
 from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.rope import Rope
-from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.cache import append
+from jax_nvfp4_moe.ops.causal_attention.op import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
-from jax_nvfp4_moe.ops.latents import prepare_latents
+from jax_nvfp4_moe.ops.latents import prepare_latents, rotate_key
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme

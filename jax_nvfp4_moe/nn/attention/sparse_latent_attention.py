@@ -10,11 +10,11 @@ Source: arXiv:2512.02556; `modeling_deepseek_v32` and `modeling_glm_moe_dsa` of 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.nn.attention.indexer import Indexer
 from jax_nvfp4_moe.nn.attention.kv_cache import empty_entries
 from jax_nvfp4_moe.nn.attention.latent_attention import LatentAttention, MLAConfig
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.ops.cache import append
 
 
 class SparseLatentAttention(LatentAttention):

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
+from jax_nvfp4_moe.backends.plan import Plan
 from jax_nvfp4_moe.backends.resolution import resolve_again
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear.fp8_linear import find_activation_scaling
@@ -36,6 +37,7 @@ from jax_nvfp4_moe.ops.preparation import (
     plan_experts,
     plan_with_input_scales,
 )
+from jax_nvfp4_moe.ops.records import RECORDS
 from jax_nvfp4_moe.parallel import (
     DISPATCHES,
     ExpertMesh,
@@ -50,7 +52,7 @@ from jax_nvfp4_moe.parallel.experts import convert_shards, expert_layout
 from jax_nvfp4_moe.parallel.partition_specs import note_specs
 from jax_nvfp4_moe.parallel.placement import ExpertSlots, to_physical_ids
 from jax_nvfp4_moe.parallel.shard_spec import find_layout, mark
-from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Plan, Scheme, Target
+from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme, Target
 
 AnyExperts = MoEParams | DenseExperts
 
@@ -251,7 +253,7 @@ class NVFP4Experts(RoutedExperts):
     Attributes:
       params: `NVFP4Param` that holds `MoEParams` in the layout of the plan. On a mesh its arrays
         are global arrays; see `parallel.experts`.
-      plan: static `scheme.Plan`. The scheme, the backend and the layout of `params`, chosen once
+      plan: static `Plan`. The scheme, the backend and the layout of `params`, chosen once
         when the module is made. Every call follows it.
       slots: `ExpertSlots`, or None. Where each expert is stored after `place_model` has replicated
         or moved it. None means that expert i is stored at index i.
@@ -415,7 +417,7 @@ class NVFP4Experts(RoutedExperts):
           params: `MoEParams`. On a mesh, global arrays that are sharded like the old ones.
         """
         shards = 1 if self.expert_mesh is None else self.expert_mesh.expert
-        self.plan = resolve_again(self.plan, num_experts=params.num_experts // shards)
+        self.plan = resolve_again(self.plan, RECORDS, num_experts=params.num_experts // shards)
         if self.expert_mesh is None:
             params = convert(params, self.plan.layout)
         else:

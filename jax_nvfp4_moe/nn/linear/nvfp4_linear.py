@@ -44,7 +44,7 @@ class NVFP4Linear(nnx.Module):
       bias: `nnx.Param` ``[n]``, or None if the layer has no bias.
       input_scale: `NVFP4Param` that holds a float32 scalar, the calibrated global scale of the
         activations (``amax / 2688``); None if there is none.
-      plan: static `scheme.Plan`. The scheme, the backend and the weight layout, chosen once when
+      plan: static `Plan`. The scheme, the backend and the weight layout, chosen once when
         the module is made. Every call follows it.
       dtype: static dtype of the result; inputs are cast to it.
       bias_axis: static str, None by default. The mesh axis over which the columns of `weight`

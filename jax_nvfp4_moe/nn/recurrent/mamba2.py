@@ -23,14 +23,14 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
 from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.ops.convolution import causal_convolution
-from jax_nvfp4_moe.ops.mamba2 import mamba2_scan
-from jax_nvfp4_moe.ops.recurrent import mamba2_step
+from jax_nvfp4_moe.ops.recurrent.mamba2 import mix_mamba2
+from jax_nvfp4_moe.ops.recurrent.mamba2_scan import mamba2_scan
+from jax_nvfp4_moe.ops.recurrent.steps import mamba2_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 

@@ -18,13 +18,13 @@ from jax_nvfp4_moe import (
     quantize,
     quantize_experts,
 )
-from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.nn.experts.moe import LatentProjections
 from jax_nvfp4_moe.nn.experts.token_router import RouterCorrection
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router, route
+from jax_nvfp4_moe.ops.records import RECORDS
 from jax_nvfp4_moe.testing import (
     assert_as_accurate_as,
     moe_mlp_float64,
@@ -274,7 +274,7 @@ def test_experts_the_other_way_around_are_told_which_axis_is_which():
 
 def test_weights_stand_in_the_layout_of_their_kernel():
     for module in (make(backend="reference"), make()):
-        (record,) = (b for b in BACKENDS if b.name == explain(module).backend)
+        (record,) = (b for b in RECORDS if b.name == explain(module).backend)
         assert module.experts.params.get_value().layout == record.layout
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from support.ops.recurrent_rules import check_gradients
 
-from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.delta_chunks import choose_precision
-from jax_nvfp4_moe.backends.gated_delta import delta_chunks, delta_step, mix_gated_delta
 from jax_nvfp4_moe.numerics.convolution import convolve
+from jax_nvfp4_moe.ops.positions import PADDING
+from jax_nvfp4_moe.ops.recurrent.delta_chunks import choose_precision
+from jax_nvfp4_moe.ops.recurrent.gated_delta import delta_chunks, delta_step, mix_gated_delta
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 # Batch, key heads, value heads per key head, key channels, value channels.

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.backends import mamba2
-from jax_nvfp4_moe.backends.delta_chunks import choose_precision
 from jax_nvfp4_moe.numerics.convolution import convolve
+from jax_nvfp4_moe.ops.recurrent import mamba2
+from jax_nvfp4_moe.ops.recurrent.delta_chunks import choose_precision
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 HEADS, WIDTH, GROUPS, STATE = 4, 8, 2, 16

@@ -13,7 +13,7 @@ from support.emulation.cuda_emulation import (
     _run,
 )
 
-from jax_nvfp4_moe.backends.cuda import (
+from jax_nvfp4_moe.ops.causal_attention.cuda import (
     attention_workspace_bytes,
     latent_attention_workspace_bytes,
 )
@@ -148,7 +148,7 @@ def _attention_shape(q, k, v):
 
 
 def prepare_heads(library, call):
-    """Return queries, keys and values, as `backends.heads.prepare_heads` does.
+    """Return queries, keys and values, as `ops.heads.meaning` does.
 
     The kernel gets a cache of 0xff bytes. They are what it leaves alone, and become the bytes of
     the cache in `call` here. The kernel writes no number that has these bytes.
@@ -184,7 +184,7 @@ def _heads_call(call):
 
 
 def prepare_latents(library, call):
-    """Return queries and the cache, as `backends.latents.prepare_latents` does.
+    """Return queries and the cache, as `ops.latents.meaning` does.
 
     As in `prepare_heads`, the kernel gets a cache of 0xff bytes.
     """

@@ -28,11 +28,9 @@ from support.files.given import ROOT, TESTS
 from support.files.made_once import made_once
 from support.kernels.float64_layer import Layer, Options, kind_of
 
-from jax_nvfp4_moe.backends.cuda import (
-    QUANTIZE_PARTIALS,
-)
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.ops.quantize import QUANTIZE_PARTIALS
 
 ENGINES = {"sm80": 0, "sm90": 1}  # the 16-bit engines; values of EngineKind in launch.h
 _ENGINES = {**ENGINES, "sm100": 2, "sm120": 3}

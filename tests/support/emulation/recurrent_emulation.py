@@ -14,10 +14,8 @@ from support.emulation.cuda_emulation import (
 )
 from support.kernels.float64_layer import Options
 
-from jax_nvfp4_moe.backends.recurrent import (
-    delta_rule_workspace_bytes,
-    mamba2_scan_workspace_bytes,
-)
+from jax_nvfp4_moe.ops.recurrent.delta_rule import delta_rule_workspace_bytes
+from jax_nvfp4_moe.ops.recurrent.mamba2_scan import mamba2_scan_workspace_bytes
 
 _LARGE = 132  # multiprocessors of a device with room for all blocks of a step
 

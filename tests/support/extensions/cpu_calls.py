@@ -13,8 +13,8 @@ import pytest
 from support.kernels.float64_layer import Layer, Options
 
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.backends.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
+from jax_nvfp4_moe.ops.experts.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
 
 NEED_CPU = ("amx", "avx512", "avx2")  # each has a marker; the scalar kernels run anywhere
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from support.kernels.float64_layer import Layer, Options
 
-from jax_nvfp4_moe.backends import _ffi, cuda, sm100
-from jax_nvfp4_moe.backends.custom_call import lower_quantize
+from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
+from jax_nvfp4_moe.ops.experts import cuda, sm100
+from jax_nvfp4_moe.ops.quantize import QUANTIZE_CUDA
 
 # Any GPU runs these targets. The others need compute capability 10.x or 12.x, or a build that
 # emulates it.
@@ -102,9 +103,7 @@ def quantize(x, global_scale=None, scale_layout="linear"):
 
     Returns packed uint8, block_scale e4m3 (with padding if swizzled), and global_scale.
     """
-    return lower_quantize("nvfp4_quantize_cuda", cuda.QUANTIZE_PARTIALS)(
-        x, global_scale, scale_layout
-    )
+    return QUANTIZE_CUDA.lower["quantize_nvfp4"](x, global_scale, scale_layout)
 
 
 def graphs_hold_custom_call(dump) -> bool:

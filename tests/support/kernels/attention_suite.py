@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.backends.attention import PADDING, attend
 from jax_nvfp4_moe.ops import attention
+from jax_nvfp4_moe.ops.causal_attention.meaning import attend
+from jax_nvfp4_moe.ops.positions import PADDING
 
 # One program for each call, and calls that differ in values only share it.
 jitted_attention = jax.jit(

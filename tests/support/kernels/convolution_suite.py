@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.convolution import causal_convolution
+from jax_nvfp4_moe.ops.convolution import meaning
+from jax_nvfp4_moe.ops.positions import PADDING
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
@@ -92,9 +92,7 @@ def convolution_in_float64(x, positions, inputs, *, weight, bias, widths, first,
     return np.split(sums / (1 + np.exp(-sums)), ends, axis=-1), np.stack(last)
 
 
-jitted_convolution = jax.jit(
-    causal_convolution, static_argnames=("widths", "first", "heads", "stride")
-)
+jitted_convolution = jax.jit(meaning, static_argnames=("widths", "first", "heads", "stride"))
 
 
 def plain_convolution(operands, options):

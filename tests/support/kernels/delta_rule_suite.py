@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from support.kernels.recurrence_suite import Recurrence, RecurrenceSuite, find_padding
 
-from jax_nvfp4_moe.backends.channel_delta import channel_delta_chunks
-from jax_nvfp4_moe.backends.gated_delta import delta_chunks
+from jax_nvfp4_moe.ops.recurrent.channel_delta import channel_delta_chunks
+from jax_nvfp4_moe.ops.recurrent.gated_delta import delta_chunks
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 

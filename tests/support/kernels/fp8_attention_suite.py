@@ -8,8 +8,8 @@ import pytest
 from support.kernels.attention_suite import CASES, SINKS, Case, in_float64, plain, worst
 from support.kernels.axes import axis
 
-from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.attention_calls import takes_fp8_kernel
+from jax_nvfp4_moe.ops.causal_attention.cuda import takes_fp8_kernel
+from jax_nvfp4_moe.ops.positions import PADDING
 
 FP8 = jnp.dtype("float8_e4m3fn")
 # In some heads, most numbers of the cache are subnormal, or many are the largest one.

@@ -11,8 +11,8 @@ from support.kernels import head_suite
 from support.kernels.head_suite import CASES, NAMES, PAIRS, make, prepare
 from support.ops.gradients import gradients
 
-from jax_nvfp4_moe.backends.heads import HeadOptions
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
+from jax_nvfp4_moe.ops.heads import HeadOptions
 
 FP8 = jnp.dtype("float8_e4m3fn")
 # With some, most numbers saturate or are subnormal. The two ways of rounding differ for 1.3125 /

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.kernels.float64_layer import Options, activate
 
-from jax_nvfp4_moe.backends import heads, reference
 from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.ops import gating
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -124,7 +124,7 @@ class GatingSuite:
     def test_activation_matches_float64(self, run_activate, size, name, dtype):
         gate_up = make_gate_up(size, dtype)
         y = np.asarray(run_activate(gate_up, name))
-        plain = reference.activate_rows(jnp.asarray(gate_up), call=find_activation(name))
+        plain = gating.activate_meaning(jnp.asarray(gate_up), call=find_activation(name))
         assert (y.shape, y.dtype) == (plain.shape, gate_up.dtype)
         truth = activate(np.asarray(gate_up, np.float64), options_of(name))
         assert_as_accurate_as(y, np.asarray(plain), truth)
@@ -133,7 +133,7 @@ class GatingSuite:
     def test_bound_catches_exchanged_halves(self, run_activate, name):
         gate_up = make_gate_up("odd", "bfloat16")
         wrong = gate_up[:, ::-1] if name == "swigluoai" else np.roll(gate_up, 77, axis=1)
-        plain = reference.activate_rows(jnp.asarray(gate_up), call=find_activation(name))
+        plain = gating.activate_meaning(jnp.asarray(gate_up), call=find_activation(name))
         truth = activate(np.asarray(gate_up, np.float64), options_of(name))
         with pytest.raises(AssertionError, match="yardstick"):
             assert_as_accurate_as(
@@ -149,7 +149,7 @@ class GatingSuite:
         x, gate, z = make_sum(size, dtype)
         gate = gate if gated else None
         y = np.asarray(run_add(x, gate, z))
-        plain = np.asarray(reference.add_gated(*map(_array, (x, gate, z))))
+        plain = np.asarray(gating.add_gated_meaning(*map(_array, (x, gate, z))))
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
         assert_as_accurate_as(y, plain, sum_in_float64(x, gate, z))
         if not gated:
@@ -159,7 +159,7 @@ class GatingSuite:
     def test_bound_catches_a_wrong_gate(self, run_add, fault):
         x, gate, z = make_sum("odd", "bfloat16")
         wrong = None if fault == "gate" else np.roll(gate, 1)
-        plain = np.asarray(reference.add_gated(*map(_array, (x, gate, z))))
+        plain = np.asarray(gating.add_gated_meaning(*map(_array, (x, gate, z))))
         y = np.asarray(run_add(x, wrong, z))
         with pytest.raises(AssertionError, match="yardstick"):
             assert_as_accurate_as(y, plain, sum_in_float64(x, gate, z))
@@ -169,7 +169,7 @@ class GatingSuite:
     def test_sum_behind_a_linear_gate_matches_float64(self, run_linear, size, dtype):
         operands = make_linear_sum(size, dtype)
         y = np.asarray(run_linear(*operands))
-        plain = np.asarray(reference.add_linear_gated(*map(jnp.asarray, operands)))
+        plain = np.asarray(gating.add_linear_gated_meaning(*map(jnp.asarray, operands)))
         assert (y.shape, y.dtype) == (operands[0].shape, operands[0].dtype)
         assert_as_accurate_as(y, plain, linear_sum_in_float64(*operands))
 
@@ -184,7 +184,7 @@ class GatingSuite:
             "row": (np.roll(gate_input, 1, axis=0), gate_weight),
         }[fault]
         operands = x, gate_input, gate_weight, z
-        plain = np.asarray(reference.add_linear_gated(*map(jnp.asarray, operands)))
+        plain = np.asarray(gating.add_linear_gated_meaning(*map(jnp.asarray, operands)))
         y = np.asarray(run_linear(x, *wrong, z))
         with pytest.raises(AssertionError, match="yardstick"):
             assert_as_accurate_as(y, plain, linear_sum_in_float64(*operands))
@@ -215,7 +215,7 @@ class GatingSuite:
     def test_gated_heads_match_float64(self, run_gates, size, dtype):
         x, gates = make_gates(size, dtype)
         y = np.asarray(run_gates(x, gates))
-        plain = np.asarray(heads.gate_heads(jnp.asarray(x), jnp.asarray(gates)))
+        plain = np.asarray(gating.gate_heads_meaning(jnp.asarray(x), jnp.asarray(gates)))
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
         assert_as_accurate_as(y, plain, gate_in(x, gates, np.float64))
 
@@ -229,7 +229,7 @@ class GatingSuite:
             "row": np.roll(gates, 1, axis=0),
             "sign": -gates,
         }[fault]
-        plain = np.asarray(heads.gate_heads(jnp.asarray(x), jnp.asarray(gates)))
+        plain = np.asarray(gating.gate_heads_meaning(jnp.asarray(x), jnp.asarray(gates)))
         y = np.asarray(run_gates(x, np.ascontiguousarray(wrong)))
         with pytest.raises(AssertionError, match="yardstick"):
             assert_as_accurate_as(y, plain, gate_in(x, gates, np.float64))

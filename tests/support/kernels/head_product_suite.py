@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_nvfp4_moe.numerics.rope import Rope
-from jax_nvfp4_moe.ops.head_products import _absorb, _expand
+from jax_nvfp4_moe.ops.head_products import absorb, expand
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
@@ -90,10 +90,10 @@ def assert_accurate(call, queries, values):
     operands = [jnp.asarray(each) for each in (call.q, call.keys, call.positions)]
     assert_as_accurate_as(
         np.asarray(queries),
-        np.asarray(_absorb(*operands, **call.options)),
+        np.asarray(absorb(*operands, **call.options)),
         absorb_in_float64(call),
     )
-    plain = _expand(jnp.asarray(call.x), jnp.asarray(call.values))
+    plain = expand(jnp.asarray(call.x), jnp.asarray(call.values))
     assert_as_accurate_as(np.asarray(values), np.asarray(plain), expand_in_float64(call))
 
 

@@ -10,9 +10,9 @@ import pytest
 from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
-from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.heads import HeadOptions
 from jax_nvfp4_moe.numerics.rope import Rope
+from jax_nvfp4_moe.ops.heads import HeadOptions
+from jax_nvfp4_moe.ops.positions import PADDING
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
@@ -59,7 +59,7 @@ NAMES = ("q", "keys", "values")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The operands of `backends.heads.prepare_heads`, as numpy arrays, and its options."""
+    """The operands of `ops.heads.meaning`, as numpy arrays, and its options."""
 
     qkv: np.ndarray
     positions: np.ndarray

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.kernels.attention_suite import SINKS, in_float64, plain, worst
 
-from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.ops.positions import PADDING
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.latents import LatentOptions, prepare_latents
 from jax_nvfp4_moe.numerics.rope import Rope
+from jax_nvfp4_moe.ops.latents import LatentOptions, meaning
+from jax_nvfp4_moe.ops.positions import PADDING
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
@@ -43,7 +43,7 @@ PAIRS = ("bfloat16-bfloat16", "bfloat16-float32", "float16-float16", "float16-fl
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The operands of `backends.latents.prepare_latents`, as numpy arrays, and its options."""
+    """The operands of `ops.latents.meaning`, as numpy arrays, and its options."""
 
     down: np.ndarray
     positions: np.ndarray
@@ -109,7 +109,7 @@ def in_float64(call: Call):
 def plain(call: Call):
     """Return the results of plain XLA."""
     operands = (None if x is None else jnp.asarray(x) for x in call.operands)
-    return prepare_latents(*operands, options=call.options)
+    return meaning(*operands, options=call.options)
 
 
 def assert_accurate(call, got, expected=None):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.kernels.recurrence_suite import Recurrence, RecurrenceSuite, find_padding
 
-from jax_nvfp4_moe.backends.mamba2 import ssd_chunks
+from jax_nvfp4_moe.ops.recurrent.mamba2 import ssd_chunks
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
-from jax_nvfp4_moe.backends.kimi_delta import mix_kimi_delta
-from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.ops.positions import PADDING
+from jax_nvfp4_moe.ops.recurrent.gated_delta import mix_gated_delta
+from jax_nvfp4_moe.ops.recurrent.kimi_delta import mix_kimi_delta
+from jax_nvfp4_moe.ops.recurrent.mamba2 import mix_mamba2
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 

@@ -1,0 +1,1 @@
+"""`attention`: causal attention to the keys and values of all positions so far."""

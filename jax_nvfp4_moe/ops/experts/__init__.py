@@ -1,0 +1,1 @@
+"""Expert layers and grouped GEMMs with NVFP4 weights: what they compute, and their kernels."""

@@ -1,0 +1,1 @@
+"""Recurrent mixers: the ops of their decoding steps, and of their recurrences over prompts."""
