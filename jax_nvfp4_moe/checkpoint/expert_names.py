@@ -1,38 +1,8 @@
-"""The names and the stacked forms of experts in checkpoints.
-
-To support another naming of the projections, add a row to `PER_EXPERT`.
-"""
+"""The sizes of experts and linears, as a model asks for them."""
 
 import dataclasses
-import re
 
-from jax_nvfp4_moe.checkpoint.finder import Finder
-from jax_nvfp4_moe.checkpoint.safetensors import Tensors
-
-# Published files of Step-3.7 have one tensor for each projection of all experts.
-_APART = re.compile(r"(.+\.moe)\.((?:gate|up|down)_proj)\.(\w+)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Naming:
-    """The names of one expert's projections, which follow ``EXPERTS.E.`` in a tensor's name.
-
-    Attributes:
-      gate: the gate projection; None if the naming has none.
-      up: the up projection.
-      down: the down projection.
-    """
-
-    gate: str | None
-    up: str
-    down: str
-
-
-PER_EXPERT = (
-    Naming("gate_proj", "up_proj", "down_proj"),  # Qwen, DeepSeek, GLM, Kimi, Nemotron (no gate)
-    Naming("w1", "w3", "w2"),  # Mixtral, MiniMax
-    Naming("linear", "linear_v", "linear_1"),  # Grok
-)
+from jax_nvfp4_moe.checkpoint.names import PROJECTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +33,11 @@ class ExpertSizes:
         """The number of projections in the first product: 2 with a gate, else 1."""
         return 2 if self.gated else 1
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The names of an expert's projections, down last."""
+        return PROJECTIONS if self.gated else PROJECTIONS[1:]
+
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
@@ -75,40 +50,3 @@ class Requests:
 
     linears: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     experts: dict[str, ExpertSizes] = dataclasses.field(default_factory=dict)
-
-
-def find_naming(finder: Finder, prefix: str, sizes: ExpertSizes) -> Naming | None:
-    """Return the naming that the file uses.
-
-    Returns:
-      None if one tensor holds all experts. If the file has no experts at all, the first naming, so
-      that messages have names to ask for.
-    """
-
-    def used(stem):
-        return next(finder.tensors.under(stem), None) is not None
-
-    for naming in PER_EXPERT:
-        if any(used(f"{prefix}.{e}.{naming.down}.") for e in range(sizes.num_experts)):
-            return naming
-    return None if used(f"{prefix}.down_proj") else PER_EXPERT[0]
-
-
-def stacks_apart(tensors: Tensors) -> dict[str, list[str]]:
-    """Find the tensors that stack one projection of all experts, gate and up apart.
-
-    Returns:
-      Name -> the names that the slices of single experts would have, for `Tensors.split`.
-    """
-    found = {}
-    for name in tensors.names():
-        match = _APART.fullmatch(name)
-        if match is None:
-            continue
-        block, projection, leaf = match.groups()
-        weight = f"{block}.{projection}.weight"
-        shape = tensors.info(weight).shape if weight in tensors else ()
-        if len(shape) == 3 and shape[0] and tensors.info(name).shape[:1] == shape[:1]:
-            experts = range(shape[0])
-            found[name] = [f"{block}.experts.{e}.{projection}.{leaf}" for e in experts]
-    return found

@@ -1,7 +1,7 @@
 """Find and read FP8 weights whose scales are those of blocks.
 
 A module holds ``weight`` float8_e4m3fn ``[n, k]`` and its scales, one for each block, under one of
-`finder.SCALE_NAMES`: ``[n / 128, k / 128]``, with axes of length 1 in between or not, or
+`names.SCALE_NAMES`: ``[n / 128, k / 128]``, with axes of length 1 in between or not, or
 ``[n, k / 32]`` for MXFP8. All of them multiply. Activations stay in the model's dtype.
 
 * Linears with blocks of 128 x 128 stay in FP8: every row of a block gets the scale of the block.
@@ -15,9 +15,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.finder import SCALE_NAMES, Finder
+from jax_nvfp4_moe.checkpoint.finder import Finder
 from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, Region, overlap, region_shape
 from jax_nvfp4_moe.checkpoint.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.names import SCALE_NAMES
 from jax_nvfp4_moe.checkpoint.projections import Product, Projection
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
 from jax_nvfp4_moe.checkpoint.stored_forms import FLOATS

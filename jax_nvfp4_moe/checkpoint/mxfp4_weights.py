@@ -18,8 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.finder import SCALE_NAMES, Finder
+from jax_nvfp4_moe.checkpoint.finder import Finder
 from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, Region
+from jax_nvfp4_moe.checkpoint.names import SCALE_NAMES
 from jax_nvfp4_moe.checkpoint.projections import Product, Projection
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
 from jax_nvfp4_moe.checkpoint.unread import Piece, Unread

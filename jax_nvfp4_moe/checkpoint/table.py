@@ -75,7 +75,9 @@ class WeightTable:
           options: how to read it. None takes the defaults of `LoadOptions`.
         """
         self._checkpoint, self._options = checkpoint, options or LoadOptions()
-        self._finder = Finder(checkpoint.tensors, checkpoint.quant, self._options.input_scales)
+        self._finder = Finder(
+            checkpoint.tensors, checkpoint.quant, checkpoint.key_mapping, self._options.input_scales
+        )
         self._cache_scales = CacheScaleFinder(self._finder, str(checkpoint.folder))
         self.requests = Requests()
         self._unknown_experts: list[str] = []
@@ -212,7 +214,7 @@ class WeightTable:
     ) -> Source:
         """Find the experts of one layer, in the format in which the file stores them.
 
-        `expert_names.PER_EXPERT` lists the names that experts may have. Stacked experts are found
+        `names.SPELLINGS` lists the names that experts may have. Stacked experts are found
         too. The value has the gate rows before the up rows, whatever the order in the file.
 
         Args:

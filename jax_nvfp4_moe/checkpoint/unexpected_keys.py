@@ -11,7 +11,8 @@ from jax_nvfp4_moe.checkpoint.cache_scales import find_part
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.finder import Finder
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
-from jax_nvfp4_moe.checkpoint.key_mapping import CANONICAL, KeyMapping
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
+from jax_nvfp4_moe.checkpoint.names import CANONICAL
 
 _LAYER = re.compile(re.escape(CANONICAL) + r"layers\.(\d{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head."

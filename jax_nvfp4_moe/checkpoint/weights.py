@@ -17,13 +17,9 @@ import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.finder import CALIBRATED, Finder
-from jax_nvfp4_moe.checkpoint.formats import (
-    CHANNEL_SCALE,
-    FP8_INPUT_SCALE,
-    FP8_SCALE,
-    TensorNames,
-)
+from jax_nvfp4_moe.checkpoint.formats import TensorNames
 from jax_nvfp4_moe.checkpoint.fp8_block_weights import find_blocks, find_row_blocks
+from jax_nvfp4_moe.checkpoint.names import CHANNEL_SCALE, FP8_INPUT_SCALE, FP8_SCALE
 from jax_nvfp4_moe.checkpoint.projections import Product, Projection, linear_product
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
 from jax_nvfp4_moe.checkpoint.stored_forms import FLOATS, StoredForm, form_of

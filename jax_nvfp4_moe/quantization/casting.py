@@ -2,13 +2,13 @@
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming
+from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home
 from jax_nvfp4_moe.checkpoint.fp8_blocks import EXPERT_ALGORITHM, FP8_BLOCKS
@@ -190,26 +190,18 @@ class _Writer:
         names = list(self._checkpoint.tensors.under(f"{prefix}."))
         self.consumed |= set(names)
         info = self._checkpoint.tensors.info(names[0])
-        owner = info.name.removesuffix(names[0].removeprefix(prefix))
+        spell = self._checkpoint.key_mapping.spell
+        owner = info.name.removesuffix(spell(names[0]).removeprefix(prefix))
         params = part.source.read(self._reader)
-        naming = self._naming(prefix)
+        spelled = self._checkpoint.key_mapping.projections
         for expert in range(sizes.num_experts):
-            for name, weight, bias, index, rows in _projections(params, sizes, naming):
+            for name, weight, bias, index, rows in _projections(params, sizes, spelled):
                 module = f"{owner}.{expert}.{name}"
                 self.modules.append(module)
                 yield from self._matrix(module, weight, (expert, rows), index)
                 if bias is not None:
                     dtype = self._bias_dtype(names)
                     yield self._named(f"{module}.bias", bias, (expert, rows), dtype)
-
-    def _naming(self, prefix) -> Naming:
-        """Return the names that the file has for the projections of an expert, or the usual ones.
-
-        A file that stacks all experts in one tensor has no such names.
-        """
-        tensors = self._checkpoint.tensors
-        used = (one for one in PER_EXPERT if f"{prefix}.0.{one.down}.weight" in tensors)
-        return next(used, PER_EXPERT[0])
 
     def _matrix(self, module, weight: NVFP4Tensor, part, index):
         """Yield the tensors of one projection, the part `part` of the experts' `weight`."""
@@ -249,11 +241,16 @@ class _Writer:
         return LazyTensor(tuple(shape), dtype, make_and_count)
 
 
-def _projections(params: MoEParams, sizes: ExpertSizes, naming: Naming):
-    """Yield name, matrices, biases, index and rows of each projection of an expert."""
-    i = sizes.intermediate
-    first = params.gate_up, params.gate_up_bias
-    names = [naming.gate, naming.up] if sizes.gated else [naming.up]
-    for index, name in enumerate(names):
-        yield name, *first, index, slice(index * i, (index + 1) * i)
-    yield naming.down, params.down, params.down_bias, 0, slice(0, sizes.hidden)
+def _projections(params: MoEParams, sizes: ExpertSizes, spelled: Sequence[str]):
+    """Yield name, matrices, biases, index and rows of each projection of an expert.
+
+    Args:
+      params: the experts.
+      sizes: their sizes.
+      spelled: the names of the gate, up and down projection in the file.
+    """
+    i, (*ups, down) = sizes.intermediate, spelled[-len(sizes.projections) :]
+    for index, name in enumerate(ups):
+        rows = slice(index * i, (index + 1) * i)
+        yield name, params.gate_up, params.gate_up_bias, index, rows
+    yield down, params.down, params.down_bias, 0, slice(0, sizes.hidden)
