@@ -53,7 +53,7 @@ from jax_nvfp4_moe.models.config_keys import refuse_unread_keys, warn_of_generat
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
 from jax_nvfp4_moe.models.refused import why_refused_family
 from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
-from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover
+from jax_nvfp4_moe.nn.building import Builder, Part, check_parts_cover
 from jax_nvfp4_moe.nn.filling import fill, place
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.settings import Settings
@@ -284,7 +284,7 @@ class LoadPlan:
 
     model: Any
     path: str
-    parts: Sequence[Part | ExpertPart]
+    parts: Sequence[Part]
     table: WeightTable
     settings: Settings
 
@@ -382,7 +382,7 @@ def _plan(checkpoint, row, build, path, settings, options):
         # The modules directly below a layer that hold the block, such as model.layers.3.mlp. There
         # are two of them if the shared experts stand beside the routed ones. Tensors outside of
         # these modules are not reported as unexpected.
-        names = (source.name for part in make.parts for source in part.all_sources)
+        names = (source.name for part in make.parts for source in part.sources.values())
         modules = sorted({".".join(name.split(".")[:4]) for name in names})
     table.check(modules)
     return LoadPlan(model, path, make.parts, table, settings)

@@ -18,9 +18,9 @@ from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
+from jax_nvfp4_moe.checkpoint.table import Source
 from jax_nvfp4_moe.checkpoint.writing import staged_folder
 from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
-from jax_nvfp4_moe.nn.building import ExpertPart
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.quantization.pipeline import check_destination, copy_beside, writer_version
 from jax_nvfp4_moe.quantization.selection import find_excluded
@@ -173,8 +173,8 @@ class _Writer:
         """Return what is written: experts one by one, and all other tensors as they are."""
         made: dict[str, Writable] = {}
         for part in self._load.parts:
-            if isinstance(part, ExpertPart) and isinstance(part.source.value, MoEParams):
-                made |= dict(self._experts(part))
+            if part.experts is not None and isinstance(part.experts.value, MoEParams):
+                made |= dict(self._experts(part.experts))
         tensors = self._checkpoint.tensors
         for name in tensors.names():
             if name not in self.consumed:
@@ -184,15 +184,15 @@ class _Writer:
                 made[info.name] = self._lazy(info.name, info.array_shape, stored, read)
         return made
 
-    def _experts(self, part: ExpertPart) -> Iterator[tuple[str, Writable]]:
-        prefix = part.source.name
+    def _experts(self, experts: Source) -> Iterator[tuple[str, Writable]]:
+        prefix = experts.name
         sizes = self._load.table.requests.experts[prefix]
         names = list(self._checkpoint.tensors.under(f"{prefix}."))
         self.consumed |= set(names)
         info = self._checkpoint.tensors.info(names[0])
         spell = self._checkpoint.key_mapping.spell
         owner = info.name.removesuffix(spell(names[0]).removeprefix(prefix))
-        params = part.source.read(self._reader)
+        params = experts.read(self._reader)
         spelled = self._checkpoint.key_mapping.projections
         for expert in range(sizes.num_experts):
             for name, weight, bias, index, rows in _projections(params, sizes, spelled):

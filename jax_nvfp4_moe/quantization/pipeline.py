@@ -364,7 +364,7 @@ def _router_corrections(load: LoadPlan) -> frozenset[str]:
     change the choice.
     """
     parts = (part for part in load.parts if part.path.endswith(".token_router.correction_bias"))
-    return frozenset(source.name for part in parts for source in part.all_sources)
+    return frozenset(source.name for part in parts for source in part.sources.values())
 
 
 def _check_finite(plan: Plan, seen: Calibration) -> None:

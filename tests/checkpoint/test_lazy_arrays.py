@@ -213,7 +213,7 @@ def test_a_value_is_the_same_before_it_is_read(name):
     """All shapes, dtypes and static fields are known from the headers."""
     with open_checkpoint(CHECKPOINTS / name) as checkpoint:
         plan = plan_model(checkpoint, Settings(Target("cpu"), scheme="checkpoint"))
-        sources = [source for part in plan.parts for source in part.all_sources]
+        sources = [source for part in plan.parts for source in part.sources.values()]
         assert sources
         with plan.open_reader(progress=False) as reader:
             for source in sources:
