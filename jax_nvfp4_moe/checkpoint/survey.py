@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
-from jax_nvfp4_moe.checkpoint.experts import find_experts
-from jax_nvfp4_moe.checkpoint.finder import FLOATS, INTEGERS, Finder
+from jax_nvfp4_moe.checkpoint.experts.finding import find_experts
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config, read_num_layers
+from jax_nvfp4_moe.checkpoint.formats.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.key_mapping import canonical_names, find_key_mapping
 from jax_nvfp4_moe.checkpoint.names import PROJECTIONS
-from jax_nvfp4_moe.checkpoint.projections import is_stacked, packed_name
-from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, open_tensors
-from jax_nvfp4_moe.checkpoint.unexpected_keys import known_extra
-from jax_nvfp4_moe.checkpoint.weights import find_linear
+from jax_nvfp4_moe.checkpoint.weights.by_format import find_linear
+from jax_nvfp4_moe.checkpoint.weights.finder import FLOATS, INTEGERS, Finder
+from jax_nvfp4_moe.checkpoint.weights.projections import is_stacked, packed_name
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
+from jax_nvfp4_moe.checkpoint.weights.unexpected_keys import known_extra
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.scheme import Scheme
 

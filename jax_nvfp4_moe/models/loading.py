@@ -15,13 +15,13 @@ from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
-from jax_nvfp4_moe.checkpoint.formats import Decision
-from jax_nvfp4_moe.checkpoint.held_counts import refuse_layers
+from jax_nvfp4_moe.checkpoint.formats.rules import Decision
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
-from jax_nvfp4_moe.checkpoint.reading import Reader
+from jax_nvfp4_moe.checkpoint.reading.reader import Reader
 from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids
 from jax_nvfp4_moe.checkpoint.table import WeightTable
+from jax_nvfp4_moe.checkpoint.weights.held_counts import refuse_layers
 from jax_nvfp4_moe.models import (
     deepseek_v3,
     deepseek_v4,

@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import expand_home, read_json
-from jax_nvfp4_moe.checkpoint.writing import LOCK, PARTIAL, claimed_folder, write_file
+from jax_nvfp4_moe.checkpoint.writing.files import LOCK, PARTIAL, claimed_folder, write_file
 from jax_nvfp4_moe.nn import serialization as serialization  # registers with Flax
 from jax_nvfp4_moe.nn.resharding import (
     convert,

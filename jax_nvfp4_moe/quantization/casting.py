@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home
-from jax_nvfp4_moe.checkpoint.fp8_blocks import EXPERT_ALGORITHM, FP8_BLOCKS
-from jax_nvfp4_moe.checkpoint.modelopt import MIXED, MODELOPT, declaration
-from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
+from jax_nvfp4_moe.checkpoint.formats.fp8_blocks import EXPERT_ALGORITHM, FP8_BLOCKS
+from jax_nvfp4_moe.checkpoint.formats.modelopt import MIXED, MODELOPT, declaration
+from jax_nvfp4_moe.checkpoint.formats.mxfp4 import MXFP4
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
 from jax_nvfp4_moe.checkpoint.table import Source
-from jax_nvfp4_moe.checkpoint.writing import staged_folder
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
+from jax_nvfp4_moe.checkpoint.writing.files import staged_folder
 from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.quantization.pipeline import check_destination, copy_beside, writer_version

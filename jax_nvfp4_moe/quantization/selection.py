@@ -8,12 +8,12 @@ from typing import Literal
 
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
-from jax_nvfp4_moe.checkpoint.formats import fused_name, parents
+from jax_nvfp4_moe.checkpoint.formats.rules import fused_name, parents
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
+from jax_nvfp4_moe.checkpoint.reading.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes, Requests
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 
 Modules = Literal["all", "experts"]

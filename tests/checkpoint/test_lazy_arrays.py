@@ -19,9 +19,9 @@ from jax_nvfp4_moe.checkpoint import (
     WeightTable,
     open_checkpoint,
     read_source,
-    reading,
 )
-from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, overlap, whole
+from jax_nvfp4_moe.checkpoint.reading import reader as reading
+from jax_nvfp4_moe.checkpoint.reading.lazy_array import LazyArray, overlap, whole
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.models.loading import plan_model
 from jax_nvfp4_moe.nn.settings import Settings

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, ROOT, copy_with_config, reference_facts
 
-from jax_nvfp4_moe.checkpoint.lazy_array import overlap
+from jax_nvfp4_moe.checkpoint.reading.lazy_array import overlap
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.cli import app as cli
 from jax_nvfp4_moe.cli.generate import PROMPT

@@ -18,7 +18,7 @@ from synthetic_model import SIZES
 from unquantized import first_layer_dequantized
 
 from jax_nvfp4_moe import load_model, restore, save
-from jax_nvfp4_moe.checkpoint.synthetic import write_synthetic
+from jax_nvfp4_moe.checkpoint.writing.synthetic import write_synthetic
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 
 pytestmark = pytest.mark.eight_devices

@@ -18,7 +18,7 @@ from host_devices import call
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
-from jax_nvfp4_moe.checkpoint.writing import sole_writer
+from jax_nvfp4_moe.checkpoint.writing.files import sole_writer
 from jax_nvfp4_moe.nn import saving
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.saving import LAYOUTS, restore, save

@@ -10,26 +10,26 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.formats import (
+from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from jax_nvfp4_moe.checkpoint.formats.modelopt import MODELOPT
+from jax_nvfp4_moe.checkpoint.formats.quantization import QuantConfig
+from jax_nvfp4_moe.checkpoint.formats.rules import (
     WEIGHTS_ONLY,
     Decision,
     TensorNames,
 )
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
-from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT
 from jax_nvfp4_moe.checkpoint.names import FP8_INPUT_SCALE, SCALE_NAMES
-from jax_nvfp4_moe.checkpoint.quantization import QuantConfig
+from jax_nvfp4_moe.checkpoint.reading.unread import Check, Piece, Shape, Unread
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
-from jax_nvfp4_moe.checkpoint.stored_forms import (
+from jax_nvfp4_moe.checkpoint.weights.stored_forms import (
     FLOATS,
     StoredForm,
     Weight,
     find_forms,
     form_of,
 )
-from jax_nvfp4_moe.checkpoint.unread import Check, Piece, Shape, Unread
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme

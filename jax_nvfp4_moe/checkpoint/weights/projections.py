@@ -7,10 +7,10 @@ its tensors from the projections of a `Product`, and needs to know nothing of ex
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
-from jax_nvfp4_moe.checkpoint.finder import Finder
 from jax_nvfp4_moe.checkpoint.names import PROJECTIONS
-from jax_nvfp4_moe.checkpoint.unread import Index, Piece, Shape
+from jax_nvfp4_moe.checkpoint.reading.unread import Index, Piece, Shape
+from jax_nvfp4_moe.checkpoint.weights.finder import Finder
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
 
 
 class Projection(NamedTuple):

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
-from jax_nvfp4_moe.checkpoint.finder import FLOATS, Finder
 from jax_nvfp4_moe.checkpoint.names import PROJECTION_OF, PROJECTIONS, SPELLINGS
 from jax_nvfp4_moe.checkpoint.safetensors import TensorInfo, Tensors
+from jax_nvfp4_moe.checkpoint.weights.finder import FLOATS, Finder
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
 
 _GATE, _UP, _DOWN = PROJECTIONS
 # A name of one tensor for gate and up of an expert, which stands in front of the other names.

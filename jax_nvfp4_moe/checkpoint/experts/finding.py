@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
-from jax_nvfp4_moe.checkpoint.finder import Finder
-from jax_nvfp4_moe.checkpoint.formats import Decision
-from jax_nvfp4_moe.checkpoint.mxfp4_weights import check_mxfp4, find_mxfp4, is_mxfp4
+from jax_nvfp4_moe.checkpoint.formats.rules import Decision
 from jax_nvfp4_moe.checkpoint.names import CHANNEL_SCALE, FP8_INPUT_SCALE, SCALE_NAMES
-from jax_nvfp4_moe.checkpoint.projections import Product, expert_products
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
-from jax_nvfp4_moe.checkpoint.stored_forms import FLOATS, Weight, find_forms
-from jax_nvfp4_moe.checkpoint.weights import find_bias, find_weight
+from jax_nvfp4_moe.checkpoint.weights.by_format import find_bias, find_weight
+from jax_nvfp4_moe.checkpoint.weights.finder import Finder
+from jax_nvfp4_moe.checkpoint.weights.mxfp4 import check_mxfp4, find_mxfp4, is_mxfp4
+from jax_nvfp4_moe.checkpoint.weights.projections import Product, expert_products
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
+from jax_nvfp4_moe.checkpoint.weights.stored_forms import FLOATS, Weight, find_forms
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
