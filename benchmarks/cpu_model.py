@@ -31,7 +31,7 @@ from rich.table import Table
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
+from jax_nvfp4_moe.checkpoint.writing.synthetic import SyntheticSizes, write_synthetic
 
 HERE = pathlib.Path(__file__).resolve().parent
 

@@ -94,7 +94,7 @@ def measure(folder):
 
 def write_checkpoint(folder, gigabytes, experts, layers):
     """Write a checkpoint of about `gigabytes`, with the width of Qwen3-30B-A3B."""
-    from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
+    from jax_nvfp4_moe.checkpoint.writing.synthetic import SyntheticSizes, write_synthetic
 
     hidden, step = 2048, 64
     column = layers * experts * 3 * hidden * 9 // 16  # bytes for each unit of the intermediate size

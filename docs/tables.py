@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 
 import measure
 
-from jax_nvfp4_moe.checkpoint import config_keys
-from jax_nvfp4_moe.checkpoint.refused_formats import REFUSED_FORMATS
+from jax_nvfp4_moe.checkpoint.formats import config_keys
+from jax_nvfp4_moe.checkpoint.formats.refused_formats import REFUSED_FORMATS
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
 from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
 from jax_nvfp4_moe.numerics.activations import ACTIVATIONS, ALIASES

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.folder import CONFIG
-from jax_nvfp4_moe.checkpoint.modelopt import QUANT_FILE, declaration
+from jax_nvfp4_moe.checkpoint.formats.modelopt import QUANT_FILE, declaration
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, SINGLE_FILE, STORED_TYPES
-from jax_nvfp4_moe.checkpoint.writing import write_file
+from jax_nvfp4_moe.checkpoint.writing.files import write_file
 
 SHARD_BYTES = 5_000_000_000  # the size that Hugging Face's tools write by default
 _STORED_NAMES = {

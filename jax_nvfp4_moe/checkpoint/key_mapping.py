@@ -18,46 +18,32 @@ import re
 from collections.abc import Iterable, Mapping
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-
-CANONICAL = "model."
-# The prefixes that a language model may have in a quantization config.
-PREFIXES = (
-    "model.language_model.",
-    "language_model.model.",
-    "language_model.backbone.",
-    "language_model.",
-    "backbone.",
+from jax_nvfp4_moe.checkpoint.names import (
+    ALIASES,
     CANONICAL,
+    PARTS,
+    PREFIXES,
+    PROJECTION_OF,
+    PROJECTIONS,
+    SPELLINGS,
+    STACKED,
+    WRAPPERS,
 )
-# The parts of which the prefix of a file may consist. The last ones are those of wrappers.
-_WRAPPERS = ("base_model", "module", "_orig_mod")
-_PARTS = ("language_model", "backbone", "model", *_WRAPPERS)
+
 _HEAD = "lm_head."
 _SHORT_HEAD = "head."  # of DeepSeek-V4
-# Names that follow the prefix, and the name that all other models use: those of Nemotron-H, and
-# that of DeepSeek-V4's embedding.
-_ALIASES: Mapping[str, str] = {
-    "embeddings.": "embed_tokens.",
-    "embedding.": "embed_tokens.",
-    "norm_f.": "norm.",
-    "embed.": "embed_tokens.",
-}
-# Stacked experts that a file names otherwise: those of Granite, as published.
-_STACKED: Mapping[str, str] = {
-    ".block_sparse_moe.input_linear.": ".block_sparse_moe.experts.gate_up_proj.",
-    ".block_sparse_moe.output_linear.": ".block_sparse_moe.experts.down_proj.",
-}
-_PREFIX = rf"((?:(?:{'|'.join(_PARTS)})\.)*)"
+_PREFIX = rf"((?:(?:{'|'.join(PARTS)})\.)*)"
 # Only layers and the embedding identify the language model: a vision tower may have a norm too.
 _TELLING = re.compile(_PREFIX + r"(?:layers\.\d+|embed_tokens|embed(?:dings?)?)\.")
 _TELLING_HEAD = re.compile(rf"({_PREFIX}lm_head\.|head\.)")
+_PROJECTION = re.compile(rf"(\.experts\.\d+)\.({'|'.join(PROJECTION_OF)})(?=\.|$)")
 _LAYER = re.compile(r"(.*?\.)layers\.\d+\.")
 # In the names and patterns of a quantization config: a wrapper first, and a part that is repeated.
 # A pattern has a backslash before the dot.
-_WRAPPED = re.compile(rf"^(re:\^?)?(?:(?:{'|'.join(_WRAPPERS)})\\?\.)+")
+_WRAPPED = re.compile(rf"^(re:\^?)?(?:(?:{'|'.join(WRAPPERS)})\\?\.)+")
 _REPEATED = re.compile(r"\b(language_model|model)(\\?\.)(?:\1\\?\.)+")
 _COMPOSED = re.compile(
-    rf"^(re:\^?)?((?:(?:{'|'.join(_PARTS)})(\\?\.))+)(?=layers|embed|norm|lm_head)"
+    rf"^(re:\^?)?((?:(?:{'|'.join(PARTS)})(\\?\.))+)(?=layers|embed|norm|lm_head)"
 )
 
 
@@ -68,10 +54,12 @@ class KeyMapping:
     Attributes:
       prefix: the text that the file has in place of "model.".
       head: the text that the file has in place of "lm_head.".
+      projections: the names of one expert's gate, up and down projections.
     """
 
     prefix: str = CANONICAL
     head: str = _HEAD
+    projections: tuple[str, str, str] = PROJECTIONS
 
     @property
     def head_module(self) -> str:
@@ -84,22 +72,34 @@ class KeyMapping:
 
     def canonical(self, name: str) -> str:
         """Return the name by which models ask for the tensor `name` of the file."""
+        name = _respell(name, PROJECTION_OF)
         if name.startswith(self.head):
             return _HEAD + name.removeprefix(self.head)
         if not name.startswith(self.prefix):
             return name
         rest = name.removeprefix(self.prefix)
-        for alias, own in _ALIASES.items():
+        for alias, own in ALIASES.items():
             if rest.startswith(alias):
                 rest = own + rest.removeprefix(alias)
-        for other, own in _STACKED.items():
+        for other, own in STACKED.items():
             if other in rest:
                 rest = rest.replace(other, own).removesuffix(".weight")
         return CANONICAL + rest
 
+    def spell(self, name: str) -> str:
+        """Return a name with the projections of experts as the file spells them."""
+        if self.projections == PROJECTIONS:
+            return name
+        return _respell(name, dict(zip(PROJECTIONS, self.projections, strict=True)))
+
     def stored(self, module: str) -> str:
         """Return the name in the file of a module that models ask for, such as an expert block."""
         return self.prefix + module.removeprefix(CANONICAL)
+
+
+def _respell(name, spelled: Mapping[str, str]) -> str:
+    """Return a name with the projection of an expert, if it has one, under another name."""
+    return _PROJECTION.sub(lambda found: f"{found[1]}.{spelled.get(found[2], found[2])}", name)
 
 
 def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
@@ -114,11 +114,14 @@ def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
     names = list(names)
     prefixes: dict[str, str] = {}  # prefix -> the first tensor that has it
     heads: dict[str, str] = {}
+    spelled = PROJECTIONS
     for name in names:
         if found := _TELLING.match(name):
             prefixes.setdefault(found[1], name)
         if found := _TELLING_HEAD.match(name):
             heads.setdefault(found[1], name)
+        if found := _PROJECTION.search(name):
+            spelled = next(one for one in SPELLINGS if found[2] in one)
     for found in (prefixes, heads):
         if len(found) > 1:
             problems.append(
@@ -127,7 +130,7 @@ def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
             )
     if not prefixes:
         problems += _unknown_prefixes(names)
-    return KeyMapping(next(iter(prefixes), CANONICAL), next(iter(heads), _HEAD))
+    return KeyMapping(next(iter(prefixes), CANONICAL), next(iter(heads), _HEAD), spelled)
 
 
 def _unknown_prefixes(names) -> list[str]:
@@ -143,7 +146,7 @@ def _unknown_prefixes(names) -> list[str]:
     more = f" and {len(prefixes) - 3} more" if len(prefixes) > 3 else ""
     return [
         f"no tensor has the name of a language model's layer: expected {quoted('model.layers.')}, "
-        f"or the parts {', '.join(_PARTS)} before {quoted('layers.')}; the file has {listed}{more}"
+        f"or the parts {', '.join(PARTS)} before {quoted('layers.')}; the file has {listed}{more}"
     ]
 
 

@@ -5,10 +5,10 @@ import pathlib
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.expert_names import stacks_apart
+from jax_nvfp4_moe.checkpoint.experts.forms import stacks_apart
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config
+from jax_nvfp4_moe.checkpoint.formats.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_key_mapping
-from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 
 

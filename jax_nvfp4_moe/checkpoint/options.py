@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.finder import InputScales
+from jax_nvfp4_moe.checkpoint.weights.finder import InputScales
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.byte_runs import Index, Run, find_runs, index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import JSON_BYTES, exists, locate, parse_object, read_json
-from jax_nvfp4_moe.checkpoint.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.reading.byte_runs import Index, Run, find_runs, index_shape
+from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

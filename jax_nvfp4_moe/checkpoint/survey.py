@@ -11,16 +11,17 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, find_naming
-from jax_nvfp4_moe.checkpoint.experts import find_experts
-from jax_nvfp4_moe.checkpoint.finder import FLOATS, INTEGERS, Finder
+from jax_nvfp4_moe.checkpoint.experts.finding import find_experts
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config, read_num_layers
+from jax_nvfp4_moe.checkpoint.formats.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.key_mapping import canonical_names, find_key_mapping
-from jax_nvfp4_moe.checkpoint.projections import packed_name
-from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
+from jax_nvfp4_moe.checkpoint.names import PROJECTIONS
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, open_tensors
-from jax_nvfp4_moe.checkpoint.unexpected_keys import known_extra
-from jax_nvfp4_moe.checkpoint.weights import find_linear
+from jax_nvfp4_moe.checkpoint.weights.by_format import find_linear
+from jax_nvfp4_moe.checkpoint.weights.finder import FLOATS, INTEGERS, Finder
+from jax_nvfp4_moe.checkpoint.weights.projections import is_stacked, packed_name
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
+from jax_nvfp4_moe.checkpoint.weights.unexpected_keys import known_extra
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.scheme import Scheme
 
@@ -92,7 +93,7 @@ def survey_checkpoint(path: str | pathlib.Path) -> Survey:
         renamed = canonical_names(tensors.names(), mapping, ambiguous)
         if not ambiguous:
             tensors.rename(renamed)
-        finder = Finder(tensors, quant, "optional")
+        finder = Finder(tensors, quant, mapping, "optional")
         surveyor = _Surveyor(finder, refused[0] if refused else "", read_num_layers(config))
         modules = tuple(surveyor.modules())
     reasons = [module.reason for module in modules if module.verdict == "refused"]
@@ -188,15 +189,15 @@ def _expert_sizes(finder, prefix, names) -> ExpertSizes | None:
     e = len(numbers)
     if numbers != set(map(str, range(e))):
         return None
-    naming = find_naming(finder, prefix, ExpertSizes(e, 1, 1, True, False))
-    if naming is None:
+    if is_stacked(finder, prefix, e):
         return None
-    first = f"{prefix}.0.{naming.down}"
+    gate, _, down_name = PROJECTIONS
+    first = f"{prefix}.0.{down_name}"
     down = finder.find(f"{first}.{finder.names.packed}") or finder.find(f"{first}.weight")
     if down is None or len(down.shape) != 2:
         return None
     h, i = down.shape[0], down.shape[1] * (2 if down.dtype in _TWO_CODES else 1)
-    gated = any(name.startswith(f"{prefix}.0.{naming.gate}.") for name in names)
+    gated = any(name.startswith(f"{prefix}.0.{gate}.") for name in names)
     return ExpertSizes(e, h, i, gated, f"{first}.bias" in finder.tensors)
 
 

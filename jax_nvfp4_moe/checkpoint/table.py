@@ -16,24 +16,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.cache_scales import CacheScaleFinder
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.expert_forms import has_experts, settle_experts, unknown_experts
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
-from jax_nvfp4_moe.checkpoint.experts import find_experts
-from jax_nvfp4_moe.checkpoint.finder import Finder
+from jax_nvfp4_moe.checkpoint.experts.finding import find_experts
+from jax_nvfp4_moe.checkpoint.experts.forms import has_experts, settle_experts, unknown_experts
 from jax_nvfp4_moe.checkpoint.folder import read_num_layers
-from jax_nvfp4_moe.checkpoint.formats import Decision
-from jax_nvfp4_moe.checkpoint.held_counts import refuse_experts
+from jax_nvfp4_moe.checkpoint.formats.rules import Decision
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.progress import progress
-from jax_nvfp4_moe.checkpoint.reading import Reader
-from jax_nvfp4_moe.checkpoint.same_tensor import same_tensor
-from jax_nvfp4_moe.checkpoint.unexpected_keys import count_drafting_layers, find_unexpected_keys
-from jax_nvfp4_moe.checkpoint.unread import Unread
+from jax_nvfp4_moe.checkpoint.reading.reader import Reader
+from jax_nvfp4_moe.checkpoint.reading.same_tensor import same_tensor
+from jax_nvfp4_moe.checkpoint.reading.unread import Unread
 from jax_nvfp4_moe.checkpoint.values import CacheScales
-from jax_nvfp4_moe.checkpoint.weights import find_linear
+from jax_nvfp4_moe.checkpoint.weights.by_format import find_linear
+from jax_nvfp4_moe.checkpoint.weights.cache_scales import CacheScaleFinder
+from jax_nvfp4_moe.checkpoint.weights.finder import Finder
+from jax_nvfp4_moe.checkpoint.weights.held_counts import refuse_experts
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes, Requests
+from jax_nvfp4_moe.checkpoint.weights.unexpected_keys import (
+    count_drafting_layers,
+    find_unexpected_keys,
+)
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
@@ -75,7 +78,9 @@ class WeightTable:
           options: how to read it. None takes the defaults of `LoadOptions`.
         """
         self._checkpoint, self._options = checkpoint, options or LoadOptions()
-        self._finder = Finder(checkpoint.tensors, checkpoint.quant, self._options.input_scales)
+        self._finder = Finder(
+            checkpoint.tensors, checkpoint.quant, checkpoint.key_mapping, self._options.input_scales
+        )
         self._cache_scales = CacheScaleFinder(self._finder, str(checkpoint.folder))
         self.requests = Requests()
         self._unknown_experts: list[str] = []
@@ -212,7 +217,7 @@ class WeightTable:
     ) -> Source:
         """Find the experts of one layer, in the format in which the file stores them.
 
-        `expert_names.PER_EXPERT` lists the names that experts may have. Stacked experts are found
+        `names.SPELLINGS` lists the names that experts may have. Stacked experts are found
         too. The value has the gate rows before the up rows, whatever the order in the file.
 
         Args:

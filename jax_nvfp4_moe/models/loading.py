@@ -15,13 +15,13 @@ from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
-from jax_nvfp4_moe.checkpoint.formats import Decision
-from jax_nvfp4_moe.checkpoint.held_counts import refuse_layers
+from jax_nvfp4_moe.checkpoint.formats.rules import Decision
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
-from jax_nvfp4_moe.checkpoint.reading import Reader
+from jax_nvfp4_moe.checkpoint.reading.reader import Reader
 from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids
 from jax_nvfp4_moe.checkpoint.table import WeightTable
+from jax_nvfp4_moe.checkpoint.weights.held_counts import refuse_layers
 from jax_nvfp4_moe.models import (
     deepseek_v3,
     deepseek_v4,
@@ -53,7 +53,7 @@ from jax_nvfp4_moe.models.config_keys import refuse_unread_keys, warn_of_generat
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
 from jax_nvfp4_moe.models.refused import why_refused_family
 from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
-from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover
+from jax_nvfp4_moe.nn.building import Builder, Part, check_parts_cover
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.filling import fill, place
 from jax_nvfp4_moe.nn.settings import Settings
@@ -284,7 +284,7 @@ class LoadPlan:
 
     model: Any
     path: str
-    parts: Sequence[Part | ExpertPart]
+    parts: Sequence[Part]
     table: WeightTable
     settings: Settings
 
@@ -382,7 +382,7 @@ def _plan(checkpoint, row, build, path, settings, options):
         # The modules directly below a layer that hold the block, such as model.layers.3.mlp. There
         # are two of them if the shared experts stand beside the routed ones. Tensors outside of
         # these modules are not reported as unexpected.
-        names = (source.name for part in make.parts for source in part.all_sources)
+        names = (source.name for part in make.parts for source in part.sources.values())
         modules = sorted({".".join(name.split(".")[:4]) for name in names})
     table.check(modules)
     return LoadPlan(model, path, make.parts, table, settings)

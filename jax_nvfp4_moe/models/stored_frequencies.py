@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
-from jax_nvfp4_moe.checkpoint.stored_forms import FLOATS
+from jax_nvfp4_moe.checkpoint.weights.stored_forms import FLOATS
 from jax_nvfp4_moe.numerics.rope import Rope
 
 _NAME = "rotary_emb.inv_freq"

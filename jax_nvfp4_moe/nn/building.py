@@ -29,14 +29,8 @@ from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.experts import check_experts
-from jax_nvfp4_moe.parallel.shard_spec import (
-    ShardSpec,
-    join_layouts,
-    mark,
-    module_axes,
-    take_scales,
-    take_shard,
-)
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, join_layouts, take_scales, take_shard
+from jax_nvfp4_moe.parallel.sharded_variable import mark, module_axes
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
 # Whether a linear has a bias. None takes one if the file has it. So does "denied", with a warning,
@@ -62,7 +56,7 @@ class Part:
       path: path of a module or a variable, such as "layers.3.attention.out".
       sources: name -> source of a value that the part needs.
       construct: function from the values of the sources to the module, the variable, or the value
-        of the variable.
+        of the variable. None for the routed experts of one layer, which are read a few at a time.
       specs: name of a source -> how its value is sharded along `tensor`, or None if it is
         replicated.
       shards: number of shards of the part; 1 if it is replicated.
@@ -70,31 +64,14 @@ class Part:
 
     path: str
     sources: Mapping[str, Source]
-    construct: Callable[[Values], Any]
-    specs: Mapping[str, Any]
-    shards: int
+    construct: Callable[[Values], Any] | None = None
+    specs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shards: int = 1
 
     @property
-    def all_sources(self) -> tuple[Source, ...]:
-        """All sources that the part reads."""
-        return tuple(self.sources.values())
-
-
-class ExpertPart(NamedTuple):
-    """The routed experts of one layer, which are read a few at a time.
-
-    Attributes:
-      path: path of the variable that holds the experts.
-      source: source of the experts.
-    """
-
-    path: str
-    source: Source
-
-    @property
-    def all_sources(self) -> tuple[Source, ...]:
-        """All sources that the part reads."""
-        return (self.source,)
+    def experts(self) -> Source | None:
+        """The source of the routed experts of one layer; None for any other part."""
+        return self.sources[""] if self.construct is None else None
 
 
 class ExpertWeights(NamedTuple):
@@ -122,7 +99,7 @@ class Builder:
           settings: how modules are made.
         """
         self.settings, self._table, self._keys = settings, table, keys
-        self.parts: list[Part | ExpertPart] = []
+        self.parts: list[Part] = []
         self.shards, self._specs = 1, {}
 
     def sharded(self, specs: Mapping[str, ShardSpec | None]) -> "Builder":
@@ -454,7 +431,7 @@ class Builder:
           **options: options of `WeightTable.experts`.
         """
         source = self._table.experts(self.key(path), num_experts, hidden, intermediate, **options)
-        self.parts.append(ExpertPart(path, source))
+        self.parts.append(Part(path, {"": source}))
         params, expert_mesh = source.value, self.settings.expert_mesh
         if expert_mesh is not None:
             check_experts(params, expert_mesh)
@@ -528,7 +505,7 @@ def _zeros(tree):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
-def check_parts_cover(model: Any, parts: Sequence[Part | ExpertPart], prefix: str) -> None:
+def check_parts_cover(model: Any, parts: Sequence[Part], prefix: str) -> None:
     """Check that the parts fill every variable of an abstract model.
 
     Args:

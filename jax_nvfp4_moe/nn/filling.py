@@ -7,16 +7,18 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jax_nvfp4_moe.nn.building import ExpertPart, Part, Values, values_of_shard
+from jax_nvfp4_moe.checkpoint.table import Source
+from jax_nvfp4_moe.nn.building import Part, Values, values_of_shard
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, replicate
 from jax_nvfp4_moe.parallel.experts import shard_experts
-from jax_nvfp4_moe.parallel.shard_spec import axis_spec, module_axes
+from jax_nvfp4_moe.parallel.shard_spec import axis_spec
+from jax_nvfp4_moe.parallel.sharded_variable import module_axes
 from jax_nvfp4_moe.parallel.streaming import chunk_size, join_chunks
 
 
-def fill(root: Any, prefix: str, parts: Sequence[Part | ExpertPart], reader: Any, how: Settings):
+def fill(root: Any, prefix: str, parts: Sequence[Part], reader: Any, how: Settings):
     """Read parts and set them into a model or into one of its modules.
 
     Args:
@@ -38,7 +40,7 @@ def fill(root: Any, prefix: str, parts: Sequence[Part | ExpertPart], reader: Any
             _set(owner, name, place(part, reader, how, abstract))
 
 
-def place(part: Part | ExpertPart, reader: Any, how: Settings, abstract: Any = None) -> Any:
+def place(part: Part, reader: Any, how: Settings, abstract: Any = None) -> Any:
     """Read one part and return it on its devices.
 
     Args:
@@ -63,16 +65,17 @@ def _place(part, reader, how, abstract):
     try:
         # Wait for each part. During its conversion a part is in memory twice, and reading the next
         # part at that time would raise the peak memory of a load.
-        if isinstance(part, ExpertPart):
+        if part.experts is not None:
             layout = _find_layout(abstract)
-            return jax.block_until_ready(_place_experts(part, reader, how, layout))
+            return jax.block_until_ready(_place_experts(part.experts, reader, how, layout))
         return jax.block_until_ready(_place_part(part, reader, how))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        leaves = jax.tree.leaves([source.value for source in part.all_sources])
+        sources = list(part.sources.values())
+        leaves = jax.tree.leaves([source.value for source in sources])
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        name = part.all_sources[0].name
+        name = sources[0].name
         raise MemoryError(
             f"out of memory on {how.target}: {size / 2**20:.1f} MiB for {name} could not be "
             "allocated. Load onto a device with more memory, or onto several devices with a mesh"
@@ -80,7 +83,8 @@ def _place(part, reader, how, abstract):
 
 
 def _place_part(part: Part, reader, how: Settings) -> Any:
-    """Return a part that is not an `ExpertPart`, on its devices."""
+    """Return a part that does not hold routed experts, on its devices."""
+    assert part.construct is not None
     values = {name: source.read(reader) for name, source in part.sources.items()}
     if part.shards > 1:
         assert how.expert_mesh is not None
@@ -93,6 +97,7 @@ def _place_part(part: Part, reader, how: Settings) -> Any:
 def _place_shards(part: Part, values: Values, expert_mesh: ExpertMesh) -> Any:
     """Return a sharded part. Each process reads and stores only the shards of its own devices."""
     sharding = expert_mesh.sharding(TENSOR)
+    assert part.construct is not None
     owners: dict[int, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map((part.shards,)).items():
         assert index is not None
@@ -135,9 +140,9 @@ def _find_layout(abstract: nnx.Variable | None) -> str | None:
     return params.layout if isinstance(params, MoEParams) else None
 
 
-def _place_experts(part: ExpertPart, reader, how: Settings, layout: str | None) -> Any:
+def _place_experts(experts: Source, reader, how: Settings, layout: str | None) -> Any:
     """Return the experts of one layer on their devices, in `layout`; read a few at a time."""
-    params = part.source.read(reader)
+    params = experts.read(reader)
     if how.expert_mesh is not None:
         return shard_experts(params, how.expert_mesh, layout=layout)
     if layout is None:

@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.checkpoint.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams

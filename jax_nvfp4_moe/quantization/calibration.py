@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.models.loading import LoadPlan
-from jax_nvfp4_moe.nn.building import ExpertPart
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedExperts, RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
@@ -285,10 +284,10 @@ def _keep(found: Calibration, plan: LoadPlan, layer: str, linears, experts, note
         path = part.path.removeprefix(f"{layer}.")
         if path == part.path:
             continue
-        if isinstance(part, ExpertPart):
+        if part.experts is not None:
             module = path.rpartition(".")[0]
             first, second = map(_inputs, experts[module])
-            found.experts[part.source.name] = first, second
+            found.experts[part.experts.name] = first, second
         elif path in linears:
             for source in part.sources.values():
                 note(source.name)

@@ -2,25 +2,25 @@
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home
-from jax_nvfp4_moe.checkpoint.fp8_blocks import EXPERT_ALGORITHM, FP8_BLOCKS
-from jax_nvfp4_moe.checkpoint.modelopt import MIXED, MODELOPT, declaration
-from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
+from jax_nvfp4_moe.checkpoint.formats.fp8_blocks import EXPERT_ALGORITHM, FP8_BLOCKS
+from jax_nvfp4_moe.checkpoint.formats.modelopt import MIXED, MODELOPT, declaration
+from jax_nvfp4_moe.checkpoint.formats.mxfp4 import MXFP4
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
-from jax_nvfp4_moe.checkpoint.writing import staged_folder
+from jax_nvfp4_moe.checkpoint.table import Source
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
+from jax_nvfp4_moe.checkpoint.writing.files import staged_folder
 from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
-from jax_nvfp4_moe.nn.building import ExpertPart
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.quantization.pipeline import check_destination, copy_beside, writer_version
 from jax_nvfp4_moe.quantization.selection import find_excluded
@@ -173,8 +173,8 @@ class _Writer:
         """Return what is written: experts one by one, and all other tensors as they are."""
         made: dict[str, Writable] = {}
         for part in self._load.parts:
-            if isinstance(part, ExpertPart) and isinstance(part.source.value, MoEParams):
-                made |= dict(self._experts(part))
+            if part.experts is not None and isinstance(part.experts.value, MoEParams):
+                made |= dict(self._experts(part.experts))
         tensors = self._checkpoint.tensors
         for name in tensors.names():
             if name not in self.consumed:
@@ -184,32 +184,24 @@ class _Writer:
                 made[info.name] = self._lazy(info.name, info.array_shape, stored, read)
         return made
 
-    def _experts(self, part: ExpertPart) -> Iterator[tuple[str, Writable]]:
-        prefix = part.source.name
+    def _experts(self, experts: Source) -> Iterator[tuple[str, Writable]]:
+        prefix = experts.name
         sizes = self._load.table.requests.experts[prefix]
         names = list(self._checkpoint.tensors.under(f"{prefix}."))
         self.consumed |= set(names)
         info = self._checkpoint.tensors.info(names[0])
-        owner = info.name.removesuffix(names[0].removeprefix(prefix))
-        params = part.source.read(self._reader)
-        naming = self._naming(prefix)
+        spell = self._checkpoint.key_mapping.spell
+        owner = info.name.removesuffix(spell(names[0]).removeprefix(prefix))
+        params = experts.read(self._reader)
+        spelled = self._checkpoint.key_mapping.projections
         for expert in range(sizes.num_experts):
-            for name, weight, bias, index, rows in _projections(params, sizes, naming):
+            for name, weight, bias, index, rows in _projections(params, sizes, spelled):
                 module = f"{owner}.{expert}.{name}"
                 self.modules.append(module)
                 yield from self._matrix(module, weight, (expert, rows), index)
                 if bias is not None:
                     dtype = self._bias_dtype(names)
                     yield self._named(f"{module}.bias", bias, (expert, rows), dtype)
-
-    def _naming(self, prefix) -> Naming:
-        """Return the names that the file has for the projections of an expert, or the usual ones.
-
-        A file that stacks all experts in one tensor has no such names.
-        """
-        tensors = self._checkpoint.tensors
-        used = (one for one in PER_EXPERT if f"{prefix}.0.{one.down}.weight" in tensors)
-        return next(used, PER_EXPERT[0])
 
     def _matrix(self, module, weight: NVFP4Tensor, part, index):
         """Yield the tensors of one projection, the part `part` of the experts' `weight`."""
@@ -249,11 +241,16 @@ class _Writer:
         return LazyTensor(tuple(shape), dtype, make_and_count)
 
 
-def _projections(params: MoEParams, sizes: ExpertSizes, naming: Naming):
-    """Yield name, matrices, biases, index and rows of each projection of an expert."""
-    i = sizes.intermediate
-    first = params.gate_up, params.gate_up_bias
-    names = [naming.gate, naming.up] if sizes.gated else [naming.up]
-    for index, name in enumerate(names):
-        yield name, *first, index, slice(index * i, (index + 1) * i)
-    yield naming.down, params.down, params.down_bias, 0, slice(0, sizes.hidden)
+def _projections(params: MoEParams, sizes: ExpertSizes, spelled: Sequence[str]):
+    """Yield name, matrices, biases, index and rows of each projection of an expert.
+
+    Args:
+      params: the experts.
+      sizes: their sizes.
+      spelled: the names of the gate, up and down projection in the file.
+    """
+    i, (*ups, down) = sizes.intermediate, spelled[-len(sizes.projections) :]
+    for index, name in enumerate(ups):
+        rows = slice(index * i, (index + 1) * i)
+        yield name, params.gate_up, params.gate_up_bias, index, rows
+    yield down, params.down, params.down_bias, 0, slice(0, sizes.hidden)

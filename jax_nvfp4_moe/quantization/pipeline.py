@@ -19,19 +19,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint import compressed_tensors, modelopt
-from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home, locate
-from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat
+from jax_nvfp4_moe.checkpoint.formats import compressed_tensors, modelopt
+from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from jax_nvfp4_moe.checkpoint.formats.modelopt import MODELOPT, QUANT_FILE
+from jax_nvfp4_moe.checkpoint.formats.rules import CheckpointFormat
 from jax_nvfp4_moe.checkpoint.hub import TEMPLATES
-from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, Tensors
-from jax_nvfp4_moe.checkpoint.writing import copy_file, is_free, staged_folder
+from jax_nvfp4_moe.checkpoint.writing.files import copy_file, is_free, staged_folder
 from jax_nvfp4_moe.inference.evaluation import split_windows
 from jax_nvfp4_moe.inference.not_finite import NotFiniteError
 from jax_nvfp4_moe.models.loading import (
@@ -370,7 +370,7 @@ def _router_corrections(load: LoadPlan) -> frozenset[str]:
     change the choice.
     """
     parts = (part for part in load.parts if part.path.endswith(".token_router.correction_bias"))
-    return frozenset(source.name for part in parts for source in part.all_sources)
+    return frozenset(source.name for part in parts for source in part.sources.values())
 
 
 def _check_finite(selection: Selection, seen: Calibration) -> None:

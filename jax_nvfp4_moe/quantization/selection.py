@@ -8,12 +8,12 @@ from typing import Literal
 
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming, Requests
-from jax_nvfp4_moe.checkpoint.formats import fused_name, parents
+from jax_nvfp4_moe.checkpoint.formats.rules import fused_name, parents
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
+from jax_nvfp4_moe.checkpoint.reading.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes, Requests
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 
 Modules = Literal["all", "experts"]
@@ -219,39 +219,35 @@ def _group(prefix, requests) -> str:
 
 def _experts(checkpoint, prefix, sizes) -> Iterator[Matrix]:
     """Yield the matrices of all experts of a layer. Gate and up of an expert share a group."""
-    naming = _naming(checkpoint, prefix)
-    place = _each if naming is not None else _stacked
+    place = _stacked if _is_stacked(checkpoint, prefix) else _each
     first = (sizes.intermediate, sizes.hidden)
     shapes = {"gate": first, "up": first, "down": first[::-1]}
     for expert in range(sizes.num_experts):
         for part, shape in shapes.items():
             if part == "gate" and not sizes.gated:
                 continue
-            module, source = place(checkpoint, prefix, sizes, naming or PER_EXPERT[0], expert, part)
+            module, source = place(checkpoint, prefix, sizes, expert, part)
             product = int(part == "down")
             group = f"{prefix}.{expert}.{product}"
             yield Matrix(module, source, shape, group, prefix, expert, product)
 
 
-def _naming(checkpoint, prefix) -> Naming | None:
-    """Return the naming of the experts, or None if one tensor holds all of them."""
-    for naming in PER_EXPERT:
-        if f"{prefix}.0.{naming.down}.weight" in checkpoint.tensors:
-            return naming
-    return None
+def _is_stacked(checkpoint, prefix) -> bool:
+    """Return whether one tensor holds a projection of all experts."""
+    return f"{prefix}.0.down_proj.weight" not in checkpoint.tensors
 
 
-def _each(checkpoint, prefix, sizes, naming, expert, part):
+def _each(checkpoint, prefix, sizes, expert, part):
     """Return the module and the place of one expert's matrix, stored in a tensor of its own."""
-    name = f"{prefix}.{expert}.{getattr(naming, part)}.weight"
+    name = f"{prefix}.{expert}.{part}_proj.weight"
     return checkpoint.tensors.info(name).name.removesuffix(".weight"), Slice(name)
 
 
-def _stacked(checkpoint, prefix, sizes, naming, expert, part):
+def _stacked(checkpoint, prefix, sizes, expert, part):
     """Return the module and the place of one expert's matrix in a tensor of all experts."""
     name = _stem(prefix, sizes, part)
     info = checkpoint.tensors.info(name)
-    module = f"{checkpoint.key_mapping.stored(prefix)}.{expert}.{getattr(naming, part)}"
+    module = f"{checkpoint.key_mapping.stored(prefix)}.{expert}.{part}_proj"
     every, rows = slice(None), _rows(sizes, part)
     n = sizes.hidden if part == "down" else sizes.parts * sizes.intermediate
     swapped = sizes.inputs_first
@@ -278,7 +274,7 @@ def _rows(sizes: ExpertSizes, part: str) -> slice:
 
 def _biases(checkpoint, prefix, sizes) -> dict[str, Slice]:
     """Return the biases of single experts, for a source that stacks the biases of all experts."""
-    if not sizes.bias or _naming(checkpoint, prefix) is not None:
+    if not sizes.bias or not _is_stacked(checkpoint, prefix):
         return {}
     found: dict[str, Slice] = {}
     for part in ("gate", "up", "down") if sizes.gated else ("up", "down"):
@@ -286,7 +282,7 @@ def _biases(checkpoint, prefix, sizes) -> dict[str, Slice]:
         name = f"{stem}.bias" if f"{stem}.bias" in checkpoint.tensors else f"{stem}_bias"
         owner = checkpoint.tensors.info(name).name.removesuffix(name.removeprefix(prefix))
         for expert in range(sizes.num_experts):
-            module = f"{owner}.{expert}.{getattr(PER_EXPERT[0], part)}"
+            module = f"{owner}.{expert}.{part}_proj"
             found[f"{module}.bias"] = Slice(name, (expert, _rows(sizes, part)))
     return found
 

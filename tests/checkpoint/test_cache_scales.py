@@ -8,7 +8,7 @@ import pytest
 from support.files.checkpoint_edits import CT, W4A4, check, edited, load, problems_of
 
 from jax_nvfp4_moe.checkpoint import LoadOptions, open_checkpoint
-from jax_nvfp4_moe.checkpoint.cache_scales import find_part
+from jax_nvfp4_moe.checkpoint.weights.cache_scales import find_part
 
 ATTENTION = "model.layers.0.self_attn"
 OPTIONS = LoadOptions(only=ATTENTION)

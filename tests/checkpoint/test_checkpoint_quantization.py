@@ -6,13 +6,13 @@ import pathlib
 import pytest
 from support.files.checkpoint_edits import DEEPSEEK, QWEN
 
-from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_config
-from jax_nvfp4_moe.checkpoint.formats import equivalent_names
-from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES
-from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, declaration
-from jax_nvfp4_moe.checkpoint.quantization import read_quant_config
+from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from jax_nvfp4_moe.checkpoint.formats.modelopt import MODELOPT, declaration
+from jax_nvfp4_moe.checkpoint.formats.quantization import read_quant_config
+from jax_nvfp4_moe.checkpoint.formats.rules import equivalent_names
+from jax_nvfp4_moe.checkpoint.names import PREFIXES
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 

@@ -28,7 +28,7 @@ from support.files.checkpoint_edits import (
 import jax_nvfp4_moe
 from jax_nvfp4_moe.checkpoint import CheckpointError, DenseExperts, LoadOptions, open_checkpoint
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
-from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
+from jax_nvfp4_moe.checkpoint.writing.synthetic import SyntheticSizes, write_synthetic
 
 
 def test_a_relabelled_file_is_weight_only(tmp_path, caplog):

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.files.checkpoint_edits import CT, GIVEN, W4A4, edited, read_all
+from support.files.given import CHECKPOINTS, copy_with_config
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_key_mapping
+from jax_nvfp4_moe.checkpoint.names import PROJECTIONS, SPELLINGS
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 
 LAYER = "layers.0.mlp.gate.weight"
@@ -196,3 +198,28 @@ def test_a_file_without_layers_has_no_prefix_to_name():
     problems = []
     find_key_mapping(["x.weight", "visual.blocks.0.norm.weight"], problems)
     assert problems == []
+
+
+@pytest.mark.parametrize("spelled", SPELLINGS)
+def test_projections_of_experts_have_one_name(spelled):
+    """The names of a dense MLP, such as w1 in LFM2, are those of its own family."""
+    block, dense = "model.layers.0.mlp.experts.7", "model.layers.1.feed_forward.w1.weight"
+    names = [f"{block}.{name}.weight" for name in spelled]
+    mapping = find_key_mapping([*names, dense], [])
+    found = list(canonical_names([*names, dense], mapping, []).values())
+    assert found == [*(f"{block}.{name}.weight" for name in PROJECTIONS), dense]
+    assert list(map(mapping.spell, found)) == [*names, dense]
+    assert mapping.spell(f"{block}.0.{PROJECTIONS[0]}") == f"{block}.0.{PROJECTIONS[0]}"
+
+
+def test_a_missing_expert_is_named_as_the_file_spells_it(tmp_path):
+    """Mixtral's file has w2, and nothing called down_proj."""
+    source = CHECKPOINTS / "mixtral-window-modelopt-w4a16"
+    folder, tensors = copy_with_config(source, tmp_path / "m"), read_all(source)
+    missing = next(name for name in tensors if name.endswith("experts.3.w2.weight"))
+    del tensors[missing]
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{missing!r} is missing: expected U8 [")

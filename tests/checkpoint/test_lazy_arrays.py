@@ -5,6 +5,7 @@ import math
 import os
 import threading
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,16 +13,19 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.files.given import CHECKPOINTS, EXAMPLE, copy_with_config
 
+from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.checkpoint import (
     CheckpointError,
     LoadOptions,
     WeightTable,
     open_checkpoint,
     read_source,
-    reading,
 )
-from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, overlap, whole
+from jax_nvfp4_moe.checkpoint.reading import reader as reading
+from jax_nvfp4_moe.checkpoint.reading.lazy_array import LazyArray, overlap, whole
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
+from jax_nvfp4_moe.models.loading import plan_model
+from jax_nvfp4_moe.nn.settings import Settings
 
 # Each case holds a folder, the path of its experts, (experts, hidden, intermediate) and options.
 # "each" stores one tensor per expert. "stacked" stores all experts as [e, k, n]. "alternating" also
@@ -195,3 +199,26 @@ def test_a_part_of_bad_scales_is_refused(tmp_path):
 
 def checkpoint_sizes(config):
     return config["hidden_size"], config["moe_intermediate_size"]
+
+
+HELD = (
+    "gpt_oss-mxfp4",
+    "qwen3_moe-ct-w4a4-kv8",
+    "qwen3_moe-modelopt-mixed-w4a16-kv8",
+    "glm4_moe-groups-modelopt-awq",
+)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_value_is_the_same_before_it_is_read(name):
+    """All shapes, dtypes and static fields are known from the headers."""
+    with open_checkpoint(CHECKPOINTS / name) as checkpoint:
+        plan = plan_model(checkpoint, Settings(Target("cpu"), scheme="checkpoint"))
+        sources = [source for part in plan.parts for source in part.sources.values()]
+        assert sources
+        with plan.open_reader(progress=False) as reader:
+            for source in sources:
+                read = read_source(source, reader)
+                assert jax.tree.structure(source.value) == jax.tree.structure(read)
+                for unread, array in zip(*map(jax.tree.leaves, (source.value, read)), strict=True):
+                    assert (unread.shape, unread.dtype) == (array.shape, array.dtype), source.name

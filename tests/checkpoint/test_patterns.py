@@ -9,9 +9,9 @@ import warnings
 import pytest
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.exclusions import Exclusions
-from jax_nvfp4_moe.checkpoint.pattern_lists import Entries, Wildcard
-from jax_nvfp4_moe.checkpoint.regular_expressions import PatternError, RegularExpression
+from jax_nvfp4_moe.checkpoint.formats.exclusions import Exclusions
+from jax_nvfp4_moe.checkpoint.formats.pattern_lists import Entries, Wildcard
+from jax_nvfp4_moe.checkpoint.formats.regular_expressions import PatternError, RegularExpression
 
 LITERALS = ("a", "b", ".", "c", "_", "1", "{")
 ESCAPES = (r"\.", r"\d", r"\w", r"\s", r"\W", r"\x61", r"\n", r"\-")

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from jax_nvfp4_moe.checkpoint.byte_runs import find_runs, index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.export import LazyTensor, write_checkpoint, write_safetensors
 from jax_nvfp4_moe.checkpoint.folder import read_config, read_size
+from jax_nvfp4_moe.checkpoint.reading.byte_runs import find_runs, index_shape
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, STORED_TYPES, open_tensors
 
 DTYPES = (
@@ -123,7 +123,7 @@ def test_a_part_reads_its_own_bytes_alone(index):
 
 SHRINKS = """
 import os, sys
-from jax_nvfp4_moe.checkpoint.byte_runs import find_runs, index_shape
+from jax_nvfp4_moe.checkpoint.reading.byte_runs import find_runs, index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
 

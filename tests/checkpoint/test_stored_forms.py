@@ -24,7 +24,7 @@ from support.files.checkpoint_edits import (
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint import open_checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import TensorInfo
-from jax_nvfp4_moe.checkpoint.stored_forms import StoredForm, Weight, find_forms
+from jax_nvfp4_moe.checkpoint.weights.stored_forms import StoredForm, Weight, find_forms
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 

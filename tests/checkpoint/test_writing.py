@@ -14,7 +14,7 @@ from support.files.given import CHECKPOINTS
 from jax_nvfp4_moe import load_moe
 from jax_nvfp4_moe.checkpoint.export import write_checkpoint, write_safetensors
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
-from jax_nvfp4_moe.checkpoint.writing import copy_file, sole_writer, staged_folder, write_file
+from jax_nvfp4_moe.checkpoint.writing.files import copy_file, sole_writer, staged_folder, write_file
 
 FOLDERS = sorted(p.name for p in CHECKPOINTS.iterdir() if (p / "model.safetensors").exists())
 

@@ -23,7 +23,7 @@ from support.files.given import (
     reference_facts,
 )
 
-from jax_nvfp4_moe.checkpoint.lazy_array import overlap
+from jax_nvfp4_moe.checkpoint.reading.lazy_array import overlap
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.cli import app as cli
 from jax_nvfp4_moe.cli.generate import PROMPT

@@ -12,7 +12,7 @@ import pytest
 from support.models.synthetic_model import SIZES
 
 from jax_nvfp4_moe import load_model
-from jax_nvfp4_moe.checkpoint.synthetic import write_synthetic
+from jax_nvfp4_moe.checkpoint.writing.synthetic import write_synthetic
 from jax_nvfp4_moe.inference import prefill
 from jax_nvfp4_moe.inference.prefill import SCORE_CHUNK, default_chunk
 from jax_nvfp4_moe.models import scores

@@ -15,8 +15,8 @@ from support.files.given import CHECKPOINTS, reference_tensors
 from support.models.architecture import KERNELS, logit_error, run
 
 from jax_nvfp4_moe import load_model
-from jax_nvfp4_moe.checkpoint.compressed_tensors import declaration
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
+from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import declaration
 
 FAMILIES = ("qwen2_moe-modelopt-w4a16", "ernie4_5_moe-modelopt-w4a16")
 

@@ -16,8 +16,8 @@ from support.files.unquantized import SMALL
 
 from jax_nvfp4_moe import CheckpointError, load_model, quantize_model, restore, save
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
+from jax_nvfp4_moe.checkpoint.reading.same_tensor import same_tensor
 from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
-from jax_nvfp4_moe.checkpoint.same_tensor import same_tensor
 from jax_nvfp4_moe.models.loading import abstract_model
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

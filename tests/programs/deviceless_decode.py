@@ -21,7 +21,7 @@ from support.extensions import cuda_calls
 
 from jax_nvfp4_moe import MoEParams, NVFP4Tensor, Scheme, Target
 from jax_nvfp4_moe.checkpoint import LinearWeights, Source
-from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes
+from jax_nvfp4_moe.checkpoint.writing.synthetic import SyntheticSizes
 from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.models import qwen3_moe
 from jax_nvfp4_moe.nn.building import Builder

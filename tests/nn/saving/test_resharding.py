@@ -18,7 +18,7 @@ from support.models.mixer_cases import TWO_LAYERS
 from support.models.synthetic_model import SIZES
 
 from jax_nvfp4_moe import load_model, restore, save
-from jax_nvfp4_moe.checkpoint.synthetic import write_synthetic
+from jax_nvfp4_moe.checkpoint.writing.synthetic import write_synthetic
 from jax_nvfp4_moe.nn.variables import NVFP4Param
 
 pytestmark = pytest.mark.eight_devices

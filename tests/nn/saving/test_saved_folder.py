@@ -18,7 +18,7 @@ from support.devices.host_devices import call
 from support.files.given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
-from jax_nvfp4_moe.checkpoint.writing import sole_writer
+from jax_nvfp4_moe.checkpoint.writing.files import sole_writer
 from jax_nvfp4_moe.nn.saving import saved_folder
 from jax_nvfp4_moe.nn.saving.saved_folder import LAYOUTS, restore, save
 from jax_nvfp4_moe.nn.variables import NVFP4Param

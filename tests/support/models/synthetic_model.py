@@ -1,6 +1,6 @@
 """The sizes of a small random model that meshes of up to eight devices divide."""
 
-from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
+from jax_nvfp4_moe.checkpoint.writing.synthetic import SyntheticSizes, write_synthetic
 
 SIZES = SyntheticSizes(
     layers=2,

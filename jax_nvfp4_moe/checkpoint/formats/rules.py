@@ -9,27 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES, plain_prefix
+from jax_nvfp4_moe.checkpoint.key_mapping import plain_prefix
+from jax_nvfp4_moe.checkpoint.names import FUSED, PREFIXES, PROJECTIONS, SPELLINGS
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
-# Runtimes merge these projections into one linear. Exclusion lists may name the merged linear.
-_FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "q_a_proj": "fused_qkv_a_proj",
-    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
-    "in_proj_qkv": "in_proj_qkvz",
-    "in_proj_z": "in_proj_qkvz",
-    "in_proj_b": "in_proj_ba",
-    "in_proj_a": "in_proj_ba",
-}
-# Mixtral's files use the first names. Tools rename the modules to the second ones, and may write
-# either into a quantization config.
-_LOADED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# Mixtral's files use other names. Tools rename the modules, and may write either into a config.
+_LOADED = dict(zip(SPELLINGS[1], PROJECTIONS, strict=True))
 _SPARSE = ".block_sparse_moe."
 _LAYERS = "layers."
 _GARBAGE = re.compile(r"\0[^*]*")
@@ -39,10 +25,6 @@ WEIGHTS_ONLY: Mapping[CheckpointScheme, CheckpointScheme] = {
     FP8ActivationScaling.STATIC: FP8ActivationScaling.WEIGHTS,
     FP8ActivationScaling.TOKEN: FP8ActivationScaling.WEIGHTS,
 }
-# All formats use these names for the scales of an FP8 linear's weight and activations.
-FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
-# ModelOpt's name for the scales of a linear's input channels, which AWQ chooses.
-CHANNEL_SCALE = "pre_quant_scale"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +165,8 @@ def equivalent_names(module: str) -> tuple[str, ...]:
     if leaf in _LOADED and ".experts." in module:
         names.append(parent + dot + _LOADED[leaf])
     names += [name.replace(_SPARSE, ".mlp.") for name in names if _SPARSE in name]
-    if leaf in _FUSED:
-        names.append(parent + dot + _FUSED[leaf])
+    if leaf in FUSED:
+        names.append(parent + dot + FUSED[leaf])
     prefix = next((prefix for prefix in PREFIXES if module.startswith(prefix)), None)
     if leaf == "lm_head" and prefix in (None, parent + dot):
         names += [leaf, *(other + leaf for other in PREFIXES)]
@@ -201,12 +183,12 @@ def fused_name(module: str) -> str:
     A module that is not merged keeps its own name.
     """
     parent, dot, leaf = module.rpartition(".")
-    return parent + dot + _FUSED.get(leaf, leaf)
+    return parent + dot + FUSED.get(leaf, leaf)
 
 
 def shards(leaf: str) -> list[str]:
     """Return the projections that runtimes merge into `leaf`, a name such as "qkv_proj"."""
-    return [shard for shard, fused in _FUSED.items() if fused == leaf]
+    return [shard for shard, fused in FUSED.items() if fused == leaf]
 
 
 def parents(module: str) -> tuple[str, ...]:

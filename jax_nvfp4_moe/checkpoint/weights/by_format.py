@@ -16,19 +16,15 @@ import ml_dtypes
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.finder import CALIBRATED, Finder
-from jax_nvfp4_moe.checkpoint.formats import (
-    CHANNEL_SCALE,
-    FP8_INPUT_SCALE,
-    FP8_SCALE,
-    TensorNames,
-)
-from jax_nvfp4_moe.checkpoint.fp8_block_weights import find_blocks, find_row_blocks
-from jax_nvfp4_moe.checkpoint.projections import Product, Projection, linear_product
+from jax_nvfp4_moe.checkpoint.formats.rules import TensorNames
+from jax_nvfp4_moe.checkpoint.names import CHANNEL_SCALE, FP8_INPUT_SCALE, FP8_SCALE
+from jax_nvfp4_moe.checkpoint.reading.unread import Piece, Shape, Unread
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
-from jax_nvfp4_moe.checkpoint.stored_forms import FLOATS, StoredForm, form_of
-from jax_nvfp4_moe.checkpoint.unread import Piece, Shape, Unread
 from jax_nvfp4_moe.checkpoint.values import LinearWeights
+from jax_nvfp4_moe.checkpoint.weights.finder import CALIBRATED, Finder
+from jax_nvfp4_moe.checkpoint.weights.fp8_blocks import find_blocks, find_row_blocks
+from jax_nvfp4_moe.checkpoint.weights.projections import Product, Projection, linear_product
+from jax_nvfp4_moe.checkpoint.weights.stored_forms import FLOATS, StoredForm, form_of
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.finder import FLOATS, Finder
-from jax_nvfp4_moe.checkpoint.unread import Piece, Unread
+from jax_nvfp4_moe.checkpoint.reading.unread import Piece, Unread
+from jax_nvfp4_moe.checkpoint.weights.finder import FLOATS, Finder
 
 log = logging.getLogger("jax_nvfp4_moe")
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.formats import equivalent_names, parents
-from jax_nvfp4_moe.checkpoint.pattern_lists import PatternIndex, Wildcard
+from jax_nvfp4_moe.checkpoint.formats.pattern_lists import PatternIndex, Wildcard
+from jax_nvfp4_moe.checkpoint.formats.rules import equivalent_names, parents
 
 _WILDCARD = re.compile(r"[*?\[]")
 

@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.config_keys import (
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.formats.config_keys import (
     ARGUMENT_KEYS,
     MODELOPT_FILE_KEYS,
     MODELOPT_GROUP_KEYS,
@@ -23,9 +24,10 @@ from jax_nvfp4_moe.checkpoint.config_keys import (
     MODELOPT_LAYER_KEYS,
     find_unknown_keys,
 )
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.exclusions import Exclusions
-from jax_nvfp4_moe.checkpoint.formats import (
+from jax_nvfp4_moe.checkpoint.formats.exclusions import Exclusions
+from jax_nvfp4_moe.checkpoint.formats.kv_cache import read_kv_cache
+from jax_nvfp4_moe.checkpoint.formats.refused_formats import why_refused
+from jax_nvfp4_moe.checkpoint.formats.rules import (
     WEIGHTS_ONLY,
     CheckpointFormat,
     Decision,
@@ -39,10 +41,8 @@ from jax_nvfp4_moe.checkpoint.formats import (
     parents,
     shards,
 )
-from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
-from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
-from jax_nvfp4_moe.checkpoint.target_groups import Targets, names_of
-from jax_nvfp4_moe.checkpoint.transforms import find_transforms
+from jax_nvfp4_moe.checkpoint.formats.target_groups import Targets, names_of
+from jax_nvfp4_moe.checkpoint.formats.transforms import find_transforms
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -126,7 +126,7 @@ class _Activations:
 
 
 class ModelOptRules:
-    """Applies one algorithm to all modules that are not excluded; implements `formats.Rules`."""
+    """Applies one algorithm to all modules that are not excluded; implements `rules.Rules`."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class ModelOptRules:
 
 
 class MixedRules(ModelOptRules):
-    """Applies a table of modules and their algorithms; implements `formats.Rules`.
+    """Applies a table of modules and their algorithms; implements `rules.Rules`.
 
     Modules that the table does not name are not quantized.
     """

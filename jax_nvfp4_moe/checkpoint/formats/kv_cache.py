@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.formats import KVCache
+from jax_nvfp4_moe.checkpoint.formats.rules import KVCache
 
 FP8 = "FP8"
 # Names of algorithms in lower case. Others are not supported.
@@ -21,7 +21,7 @@ def read_kv_cache(
     Args:
       section: the quantization config.
       source: the file and the key of the config, for messages.
-      multiply_by_reciprocal: as for `formats.KVCache`.
+      multiply_by_reciprocal: as for `rules.KVCache`.
 
     Returns:
       None if the cache keeps the model's dtype. Otherwise a `KVCache`, whose algorithm is "FP8" or

@@ -2,7 +2,7 @@
 
 ``config.json`` says ``quant_method: fp8`` and ``weight_block_size: [128, 128]``. Which linears are
 FP8, the tensors tell: routers, embeddings and norms are stored in bfloat16. In DeepSeek-V4 the
-experts are MXFP4, see `mxfp4_experts`.
+experts are MXFP4, see `weights.mxfp4`.
 
 ModelOpt quantizes the experts of such a file to NVFP4 and leaves everything else as it is. It adds
 ``moe_quant_algo: NVFP4``, and lists the experts in ``hf_quant_config.json`` or in ``config.json``.
@@ -14,14 +14,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.config_keys import FP8_KEYS, MODELOPT_KEYS, find_unknown_keys
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.exclusions import Exclusions
-from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, KVCache, Rules, names_in
-from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
-from jax_nvfp4_moe.checkpoint.modelopt import ALGORITHMS, MODELOPT, read_activations
-from jax_nvfp4_moe.checkpoint.modelopt import parse as parse_modelopt
-from jax_nvfp4_moe.checkpoint.transforms import find_transforms
+from jax_nvfp4_moe.checkpoint.formats.config_keys import FP8_KEYS, MODELOPT_KEYS, find_unknown_keys
+from jax_nvfp4_moe.checkpoint.formats.exclusions import Exclusions
+from jax_nvfp4_moe.checkpoint.formats.kv_cache import read_kv_cache
+from jax_nvfp4_moe.checkpoint.formats.modelopt import ALGORITHMS, MODELOPT, read_activations
+from jax_nvfp4_moe.checkpoint.formats.modelopt import parse as parse_modelopt
+from jax_nvfp4_moe.checkpoint.formats.rules import (
+    CheckpointFormat,
+    Decision,
+    KVCache,
+    Rules,
+    names_in,
+)
+from jax_nvfp4_moe.checkpoint.formats.transforms import find_transforms
 from jax_nvfp4_moe.numerics.fp8_blocks import SQUARE, BlockFP8
 from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme
 
@@ -32,7 +38,7 @@ _OWN = (FP8_KEYS.read | FP8_KEYS.harmless.keys()) - MODELOPT_KEYS.read
 
 
 class BlockFP8Rules:
-    """`formats.Rules` of linears and experts in FP8 with scales of blocks."""
+    """`rules.Rules` of linears and experts in FP8 with scales of blocks."""
 
     schemes = (BlockFP8.SQUARE,)
 
@@ -69,7 +75,7 @@ class BlockFP8Rules:
 
 
 class ExpertRules:
-    """`formats.Rules` of a file in FP8 whose experts were quantized again, to NVFP4.
+    """`rules.Rules` of a file in FP8 whose experts were quantized again, to NVFP4.
 
     Attributes:
       kv_cache: None: such a file declares nothing.

@@ -10,14 +10,16 @@ Source: https://github.com/vllm-project/compressed-tensors
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.config_keys import (
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.formats.config_keys import (
     ARGUMENT_KEYS,
     COMPRESSED_TENSORS_KEYS,
     GROUP_KEYS,
     find_unknown_keys,
 )
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.formats import (
+from jax_nvfp4_moe.checkpoint.formats.kv_cache import read_kv_cache
+from jax_nvfp4_moe.checkpoint.formats.refused_formats import why_refused
+from jax_nvfp4_moe.checkpoint.formats.rules import (
     CheckpointFormat,
     Decision,
     TensorNames,
@@ -25,10 +27,8 @@ from jax_nvfp4_moe.checkpoint.formats import (
     names_in,
     object_in,
 )
-from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
-from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
-from jax_nvfp4_moe.checkpoint.target_groups import Targets, names_of
-from jax_nvfp4_moe.checkpoint.transforms import find_transforms
+from jax_nvfp4_moe.checkpoint.formats.target_groups import Targets, names_of
+from jax_nvfp4_moe.checkpoint.formats.transforms import find_transforms
 from jax_nvfp4_moe.numerics.fp8_blocks import SQUARE, BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -168,7 +168,7 @@ class _Group:
 
 
 class CompressedTensorsRules:
-    """Applies ``config_groups`` and ``ignore`` to modules; implements `formats.Rules`."""
+    """Applies ``config_groups`` and ``ignore`` to modules; implements `rules.Rules`."""
 
     def __init__(self, section: Mapping[str, Any], source: str):
         self.source = source

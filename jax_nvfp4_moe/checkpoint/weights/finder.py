@@ -10,25 +10,26 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.formats import (
-    FP8_INPUT_SCALE,
+from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from jax_nvfp4_moe.checkpoint.formats.modelopt import MODELOPT
+from jax_nvfp4_moe.checkpoint.formats.quantization import QuantConfig
+from jax_nvfp4_moe.checkpoint.formats.rules import (
     WEIGHTS_ONLY,
     Decision,
     TensorNames,
 )
-from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT
-from jax_nvfp4_moe.checkpoint.quantization import QuantConfig
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
+from jax_nvfp4_moe.checkpoint.names import FP8_INPUT_SCALE, SCALE_NAMES
+from jax_nvfp4_moe.checkpoint.reading.unread import Check, Piece, Shape, Unread
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
-from jax_nvfp4_moe.checkpoint.stored_forms import (
+from jax_nvfp4_moe.checkpoint.weights.stored_forms import (
     FLOATS,
     StoredForm,
     Weight,
     find_forms,
     form_of,
 )
-from jax_nvfp4_moe.checkpoint.unread import Check, Piece, Shape, Unread
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -38,8 +39,6 @@ _F32 = np.dtype(np.float32)
 
 # The declared schemes that round activations with scales from the file.
 CALIBRATED = (Scheme.W4A4, FP8ActivationScaling.STATIC)
-# The names of the scales of FP8 values. "inv" is a misnomer of DeepSeek's: it multiplies as well.
-SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
 # The scheme of blocks that are stored but not declared.
 _OF_BLOCKS = {StoredForm.BLOCKS: BlockFP8.SQUARE, StoredForm.MXFP8: BlockFP8.MX}
 
@@ -54,6 +53,7 @@ class Finder:
     Attributes:
       tensors: the tensors of the checkpoint.
       quant: the quantization config of the checkpoint.
+      spell: returns the name of a tensor with the projections of experts as the file spells them.
       input_scales: whether modules with a calibrated scheme must have input scales; see
         `options.LoadOptions`.
       problems: sentences for a `CheckpointError`.
@@ -67,10 +67,15 @@ class Finder:
     """
 
     def __init__(
-        self, tensors: Tensors, quant: QuantConfig, input_scales: InputScales = "required"
+        self,
+        tensors: Tensors,
+        quant: QuantConfig,
+        key_mapping: KeyMapping,
+        input_scales: InputScales = "required",
     ):
         self.tensors = tensors
         self.quant = quant
+        self.spell = key_mapping.spell
         self.input_scales = input_scales
         self.problems: list[str] = []
         self.notes: dict[str, int] = {}
@@ -131,7 +136,7 @@ class Finder:
                 return info
         expected = f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}"
         if info is None:
-            self.problems.append(f"{quoted(name)} is missing: expected {expected}")
+            self.problems.append(f"{quoted(self.spell(name))} is missing: expected {expected}")
         else:
             self.problems.append(
                 f"{quoted(info.name)} ({quoted(info.file)}): expected {expected}, got {info}"

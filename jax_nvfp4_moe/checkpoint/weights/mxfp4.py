@@ -18,11 +18,12 @@ import ml_dtypes
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.finder import SCALE_NAMES, Finder
-from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, Region
-from jax_nvfp4_moe.checkpoint.projections import Product, Projection
+from jax_nvfp4_moe.checkpoint.names import SCALE_NAMES
+from jax_nvfp4_moe.checkpoint.reading.lazy_array import LazyArray, Region
+from jax_nvfp4_moe.checkpoint.reading.unread import Piece, Unread
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
-from jax_nvfp4_moe.checkpoint.unread import Piece, Unread
+from jax_nvfp4_moe.checkpoint.weights.finder import Finder
+from jax_nvfp4_moe.checkpoint.weights.projections import Product, Projection
 from jax_nvfp4_moe.numerics import mxfp4
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK as NVFP4_BLOCK
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor

@@ -1,19 +1,19 @@
 """The format of gpt-oss as OpenAI publishes it: experts in MXFP4, everything else in bfloat16.
 
 ``config.json`` says ``quant_method: mxfp4`` and lists modules that are not quantized. Experts
-become NVFP4 when they are read, see `mxfp4_experts`.
+become NVFP4 when they are read, see `weights.mxfp4`.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.config_keys import MXFP4_KEYS, find_unknown_keys
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.exclusions import Exclusions
-from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, names_in
-from jax_nvfp4_moe.checkpoint.kv_cache import read_kv_cache
-from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT
-from jax_nvfp4_moe.checkpoint.transforms import find_transforms
+from jax_nvfp4_moe.checkpoint.formats.config_keys import MXFP4_KEYS, find_unknown_keys
+from jax_nvfp4_moe.checkpoint.formats.exclusions import Exclusions
+from jax_nvfp4_moe.checkpoint.formats.kv_cache import read_kv_cache
+from jax_nvfp4_moe.checkpoint.formats.modelopt import MODELOPT
+from jax_nvfp4_moe.checkpoint.formats.rules import CheckpointFormat, Decision, names_in
+from jax_nvfp4_moe.checkpoint.formats.transforms import find_transforms
 from jax_nvfp4_moe.scheme import Scheme
 
 _EXPERTS = "experts"
@@ -21,7 +21,7 @@ _EXCLUDED = "modules_to_not_convert"
 
 
 class MXFP4Rules:
-    """`formats.Rules` of experts in MXFP4: weights only."""
+    """`rules.Rules` of experts in MXFP4: weights only."""
 
     schemes = (Scheme.W4A16,)
 
@@ -52,7 +52,7 @@ class MXFP4Rules:
 MXFP4 = CheckpointFormat(
     name="MXFP4",
     quant_method="mxfp4",
-    names=MODELOPT.names,  # of what the cast writes; the tensors of MXFP4 are `mxfp4_experts`'
+    names=MODELOPT.names,  # of what the cast writes; the tensors of MXFP4 are `weights.mxfp4`'
     parse=MXFP4Rules,
     mx_experts=True,
 )

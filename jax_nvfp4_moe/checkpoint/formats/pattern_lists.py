@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.regular_expressions import PatternError, RegularExpression
+from jax_nvfp4_moe.checkpoint.formats.regular_expressions import PatternError, RegularExpression
 
 _REGEX = "re:"
 # Regular expressions that are valid by their form alone. They are compiled when they are needed.

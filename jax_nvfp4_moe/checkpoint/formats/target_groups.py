@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from jax_nvfp4_moe.checkpoint.formats import equivalent_names
-from jax_nvfp4_moe.checkpoint.pattern_lists import Entries
+from jax_nvfp4_moe.checkpoint.formats.pattern_lists import Entries
+from jax_nvfp4_moe.checkpoint.formats.rules import equivalent_names
 
 _EXPERTS = ".experts."
 # torch's class of linears and vLLM's. A pattern may match a class in place of a name.

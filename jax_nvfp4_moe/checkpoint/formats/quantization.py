@@ -10,23 +10,29 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
-from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, KVCache, Rules, TensorNames
-from jax_nvfp4_moe.checkpoint.fp8_blocks import (
+from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from jax_nvfp4_moe.checkpoint.formats.fp8_blocks import (
     FP8_BLOCKS,
     FP8_WITH_NVFP4_EXPERTS,
     ExpertRules,
 )
-from jax_nvfp4_moe.checkpoint.modelopt import (
+from jax_nvfp4_moe.checkpoint.formats.modelopt import (
     MODELOPT,
     QUANT_FILE,
     WEIGHTS_ONLY_NAMES,
     parse_file,
 )
-from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
-from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
+from jax_nvfp4_moe.checkpoint.formats.mxfp4 import MXFP4
+from jax_nvfp4_moe.checkpoint.formats.refused_formats import why_refused
+from jax_nvfp4_moe.checkpoint.formats.rules import (
+    CheckpointFormat,
+    Decision,
+    KVCache,
+    Rules,
+    TensorNames,
+)
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
 FORMATS = (MODELOPT, COMPRESSED_TENSORS, MXFP4, FP8_BLOCKS)
@@ -68,7 +74,7 @@ class QuantConfig:
         return self.choices(module)[0]
 
     def choices(self, module: str) -> list[Decision]:
-        """Return how `module` may be quantized, and what decided that; see `formats.Rules`.
+        """Return how `module` may be quantized, and what decided that; see `rules.Rules`.
 
         Args:
           module: the module, such as "model.layers.0.self_attn.q_proj".

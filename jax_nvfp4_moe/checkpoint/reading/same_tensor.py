@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 
 _CHUNK = 1 << 20  # the bytes of each tensor that are in memory at once

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.formats import object_in
+from jax_nvfp4_moe.checkpoint.formats.rules import object_in
 
 _STORED = ("weight_input", "weight_output")
 _DENSE = "dense"

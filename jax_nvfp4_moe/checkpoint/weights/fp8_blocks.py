@@ -1,7 +1,7 @@
 """Find and read FP8 weights whose scales are those of blocks.
 
 A module holds ``weight`` float8_e4m3fn ``[n, k]`` and its scales, one for each block, under one of
-`finder.SCALE_NAMES`: ``[n / 128, k / 128]``, with axes of length 1 in between or not, or
+`names.SCALE_NAMES`: ``[n / 128, k / 128]``, with axes of length 1 in between or not, or
 ``[n, k / 32]`` for MXFP8. All of them multiply. Activations stay in the model's dtype.
 
 * Linears with blocks of 128 x 128 stay in FP8: every row of a block gets the scale of the block.
@@ -15,13 +15,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.finder import SCALE_NAMES, Finder
-from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, Region, overlap, region_shape
-from jax_nvfp4_moe.checkpoint.memory import aligned_empty
-from jax_nvfp4_moe.checkpoint.projections import Product, Projection
+from jax_nvfp4_moe.checkpoint.names import SCALE_NAMES
+from jax_nvfp4_moe.checkpoint.reading.lazy_array import LazyArray, Region, overlap, region_shape
+from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.reading.unread import Index, Piece, Shape, Unread
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
-from jax_nvfp4_moe.checkpoint.stored_forms import FLOATS
-from jax_nvfp4_moe.checkpoint.unread import Index, Piece, Shape, Unread
+from jax_nvfp4_moe.checkpoint.weights.finder import Finder
+from jax_nvfp4_moe.checkpoint.weights.projections import Product, Projection
+from jax_nvfp4_moe.checkpoint.weights.stored_forms import FLOATS
 from jax_nvfp4_moe.numerics import fp8_blocks
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
@@ -35,7 +36,7 @@ _Stored = tuple[Index, Any, Any]
 
 
 def find_blocks(finder: Finder, product: Product, scheme: BlockFP8, dtype: Any) -> Unread:
-    """Find a weight that is decoded to a float dtype; arguments as for `weights.find_weight`."""
+    """Find a weight that is decoded to a float dtype; arguments as for `by_format.find_weight`."""
     shape, dtype = product.shape(product.k), np.dtype(dtype or np.float32)
     stored = [(one.at, *_take(finder, one, scheme)) for one in product.projections]
     decode = functools.partial(_open_blocks, shape, dtype, _BLOCKS[scheme], stored)

@@ -7,9 +7,10 @@ its tensors from the projections of a `Product`, and needs to know nothing of ex
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Naming
-from jax_nvfp4_moe.checkpoint.finder import Finder
-from jax_nvfp4_moe.checkpoint.unread import Index, Piece, Shape
+from jax_nvfp4_moe.checkpoint.names import PROJECTIONS
+from jax_nvfp4_moe.checkpoint.reading.unread import Index, Piece, Shape
+from jax_nvfp4_moe.checkpoint.weights.finder import Finder
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
 
 
 class Projection(NamedTuple):
@@ -108,36 +109,46 @@ def linear_product(prefix: str, n: int, k: int) -> Product:
     return Product(prefix, (), n, k, 1, (Projection(prefix, n, k),))
 
 
-def expert_products(
-    prefix: str, sizes: ExpertSizes, naming: Naming | None
-) -> tuple[Product, Product]:
+def expert_products(finder: Finder, prefix: str, sizes: ExpertSizes) -> tuple[Product, Product]:
     """Return the two products of the experts of a layer: gate and up, and down.
 
     Args:
+      finder: looks tensors up.
       prefix: the module of the experts.
       sizes: their sizes.
-      naming: the names of an expert's projections; None if one tensor holds all experts.
     """
     e, h, i = sizes.num_experts, sizes.hidden, sizes.intermediate
-    rows = sizes.parts * i
-    if naming is None:
+    rows, (*names, last) = sizes.parts * i, sizes.projections
+    if is_stacked(finder, prefix, e):
         alternate = i if sizes.interleaved and sizes.gated else None
-        first = first_projection(prefix, sizes)
-        ups = [Projection(first, rows, h, (), 0, e, alternate, sizes.inputs_first)]
-        downs = [
-            Projection(f"{prefix}.down_proj", h, i, experts=e, inputs_first=sizes.inputs_first)
-        ]
+        first, inputs_first = first_projection(prefix, sizes), sizes.inputs_first
+        ups = [Projection(first, rows, h, (), 0, e, alternate, inputs_first)]
+        downs = [Projection(f"{prefix}.{last}", h, i, (), 0, e, None, inputs_first)]
     else:
         ups = [
             Projection(f"{prefix}.{x}.{name}", i, h, (x, slice(part * i, (part + 1) * i)), part)
             for x in range(e)
-            for part, name in enumerate(filter(None, (sizes.gated and naming.gate, naming.up)))
+            for part, name in enumerate(names)
         ]
-        downs = [Projection(f"{prefix}.{x}.{naming.down}", h, i, (x,)) for x in range(e)]
+        downs = [Projection(f"{prefix}.{x}.{last}", h, i, (x,)) for x in range(e)]
     return (
         Product(f"{prefix} gate and up", (e,), rows, h, sizes.parts, ups),
         Product(f"{prefix} down", (e,), h, i, 1, downs),
     )
+
+
+def is_stacked(finder: Finder, prefix: str, num_experts: int) -> bool:
+    """Return whether one tensor holds a projection of all experts.
+
+    A file without any experts counts as one that stores them one by one.
+    """
+
+    def used(stem):
+        return next(finder.tensors.under(stem), None) is not None
+
+    down = PROJECTIONS[-1]
+    each = any(used(f"{prefix}.{expert}.{down}.") for expert in range(num_experts))
+    return not each and used(f"{prefix}.{down}")
 
 
 def first_projection(prefix: str, sizes: ExpertSizes) -> str:

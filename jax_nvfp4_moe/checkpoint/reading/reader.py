@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, first_axis, overlap, region_shape
-from jax_nvfp4_moe.checkpoint.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.reading.byte_runs import index_shape
+from jax_nvfp4_moe.checkpoint.reading.lazy_array import LazyArray, first_axis, overlap, region_shape
+from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.reading.unread import Piece, Unread
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
-from jax_nvfp4_moe.checkpoint.unread import Piece, Unread
 
 _THREADS = 8  # the most threads that read at once; a read releases Python's lock
 _THREAD_BYTES = 1 << 20  # the fewest bytes for a thread; for fewer, starting it costs too much

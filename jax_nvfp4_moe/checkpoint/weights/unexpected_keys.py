@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.cache_scales import find_part
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.finder import Finder
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
-from jax_nvfp4_moe.checkpoint.key_mapping import CANONICAL, KeyMapping
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
+from jax_nvfp4_moe.checkpoint.names import CANONICAL
+from jax_nvfp4_moe.checkpoint.weights.cache_scales import find_part
+from jax_nvfp4_moe.checkpoint.weights.finder import Finder
 
 _LAYER = re.compile(re.escape(CANONICAL) + r"layers\.(\d{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head."

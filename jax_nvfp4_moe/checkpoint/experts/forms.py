@@ -11,27 +11,51 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming
-from jax_nvfp4_moe.checkpoint.finder import FLOATS, Finder
-from jax_nvfp4_moe.checkpoint.safetensors import TensorInfo
+from jax_nvfp4_moe.checkpoint.names import PROJECTION_OF, PROJECTIONS, SPELLINGS
+from jax_nvfp4_moe.checkpoint.safetensors import TensorInfo, Tensors
+from jax_nvfp4_moe.checkpoint.weights.finder import FLOATS, Finder
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
 
-_SPLIT, _RAW = Naming("gate_proj", "up_proj", "down_proj"), Naming("w1", "w3", "w2")
-# A name of one tensor for gate and up of an expert, which stands in front of the names of `Naming`.
+_GATE, _UP, _DOWN = PROJECTIONS
+# A name of one tensor for gate and up of an expert, which stands in front of the other names.
 _BOTH = "gate_up_proj"
-_STEMS = ("w13", _BOTH, *dataclasses.astuple(_SPLIT), *dataclasses.astuple(_RAW))
+_APART = SPELLINGS[:2]  # of projections that are stacked apart
+_STEMS = ("w13", _BOTH, *_APART[0], *_APART[1])
+# Published files of Step-3.7 have one tensor for each projection of all experts.
+_OUTSIDE = re.compile(r"(.+\.moe)\.((?:gate|up|down)_proj)\.(\w+)")
 _STACKED = re.compile(rf"({'|'.join(_STEMS)})(?:([._])(.+))?")
 _EACH = re.compile(rf"(\d+)\.{_BOTH}\.(.+)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LISTED = 6  # the most names in a message
 # The sentence's list of what is read. `E` stands for the number of an expert.
 KNOWN = (
-    *(f"E.{one.gate}, E.{one.up}, E.{one.down}" for one in PER_EXPERT),
-    f"E.{_BOTH}, E.{_SPLIT.down}",
-    f"{_BOTH}, {_SPLIT.down}",
+    *(", ".join(f"E.{name}" for name in names) for names in SPELLINGS),
+    f"E.{_BOTH}, E.{_DOWN}",
+    f"{_BOTH}, {_DOWN}",
     "w13_weight, w2_weight",
     "w1, w3, w2",
 )
 Change = tuple[str, TensorInfo]
+
+
+def stacks_apart(tensors: Tensors) -> dict[str, list[str]]:
+    """Find the tensors that stack one projection of all experts, gate and up apart.
+
+    Returns:
+      Name -> the names that the slices of single experts would have, for `Tensors.split`.
+    """
+    found = {}
+    for name in tensors.names():
+        match = _OUTSIDE.fullmatch(name)
+        if match is None:
+            continue
+        block, projection, leaf = match.groups()
+        weight = f"{block}.{projection}.weight"
+        shape = tensors.info(weight).shape if weight in tensors else ()
+        if len(shape) == 3 and shape[0] and tensors.info(name).shape[:1] == shape[:1]:
+            experts = range(shape[0])
+            found[name] = [f"{block}.experts.{e}.{projection}.{leaf}" for e in experts]
+    return found
 
 
 def settle_experts(finder: Finder, prefix: str, sizes: ExpertSizes) -> None:
@@ -76,7 +100,7 @@ def _change(finder, sizes, names, stems, rest) -> Iterator[Change]:
     each, stacked = _EACH.fullmatch(rest), _STACKED.fullmatch(rest)
     if each is not None and sizes.gated and not sizes.interleaved:
         expert, leaf = each.groups()
-        halves = zip((_SPLIT.gate, _SPLIT.up), _divide(info, 2, rows=True), strict=True)
+        halves = zip((_GATE, _UP), _divide(info, 2, rows=True), strict=True)
         yield from ((f"{expert}.{stem}.{leaf}", part) for stem, part in halves)
     elif stacked is not None:
         stem, join, leaf = stacked.groups()
@@ -92,11 +116,11 @@ def _change_stack(finder, sizes, names, stems, info, parts) -> Iterator[Change]:
     found = info
     if len(info.shape) == 2 and info.shape[0] > sizes.num_experts:
         found = _with_axis(info, sizes.num_experts)
-    apart = next((one for one in (_RAW, _SPLIT) if _stacks_apart(stems, one, sizes)), None)
+    apart = any(stem in names and _stacks_apart(stems, names, sizes) for names in _APART)
     if stem == "w13" or (stem == "w2" and "w13" in stems):
-        rows = {"w2": [_SPLIT.down]}.get(stem, _rows(sizes))
-    elif apart is not None and stem in dataclasses.astuple(apart):
-        rows = [stem]
+        rows = (_DOWN,) if stem == "w2" else sizes.projections[:-1]
+    elif apart:
+        rows = (PROJECTION_OF[stem],)
     else:
         leaves = _packed_leaves(finder, names, stem)
         new = f"{stem}.{leaves[leaf]}" if leaf in leaves else stem + join + leaf
@@ -108,11 +132,6 @@ def _change_stack(finder, sizes, names, stems, info, parts) -> Iterator[Change]:
     for expert, whole in enumerate(_divide(found, sizes.num_experts)):
         for name, part in zip(rows, _divide(whole, len(rows), rows=True), strict=True):
             yield f"{expert}.{name}.{leaf}", part
-
-
-def _rows(sizes: ExpertSizes) -> list[str]:
-    """Return the projections of an expert's first product, in the order of vLLM's rows."""
-    return ["gate_proj", "up_proj"] if sizes.gated else ["up_proj"]
 
 
 def _packed_leaves(finder, names, stem) -> Mapping[str, str]:
@@ -133,12 +152,11 @@ def _packed_leaves(finder, names, stem) -> Mapping[str, str]:
     return {old: new for old, new in found.items() if f"{stem}_{old}" in names}
 
 
-def _stacks_apart(stems, naming: Naming, sizes) -> bool:
+def _stacks_apart(stems, names, sizes) -> bool:
     """Return whether the file stacks gate and up of all experts apart, under these names."""
-    wanted = [naming.up, naming.down, *([naming.gate] if sizes.gated else [])]
-    if not sizes.gated and naming is _SPLIT:
+    if not sizes.gated and names is PROJECTIONS:
         return False  # up_proj and down_proj are read as they are
-    return stems.issuperset(wanted)
+    return stems.issuperset(names if sizes.gated else names[1:])
 
 
 _STACKED_AS = {stem: re.compile(rf"{stem}(?:[._].+)?") for stem in _STEMS}
@@ -191,14 +209,11 @@ def has_experts(finder: Finder, prefix: str, sizes: ExpertSizes) -> bool:
         ends = ("", f".{packed}", f"_{packed}", ".weight", "_blocks")
         return any(f"{prefix}.{stem}{end}" in tensors for end in ends)
 
-    if stacked(_BOTH if sizes.gated else _SPLIT.up) or stacked(_SPLIT.down):
+    if stacked(_BOTH if sizes.gated else _UP) or stacked(_DOWN):
         return True  # of a stack that is missing, one line for each of its tensors says more
-    return any(
-        all(
-            any(used(f"{prefix}.{expert}.{name}.") for expert in range(sizes.num_experts))
-            for name in ([one.gate, one.up, one.down] if sizes.gated else [one.up, one.down])
-        )
-        for one in PER_EXPERT
+    return all(
+        any(used(f"{prefix}.{expert}.{name}.") for expert in range(sizes.num_experts))
+        for name in sizes.projections
     )
 
 
@@ -218,7 +233,7 @@ def unknown_experts(finder: Finder, prefixes: Sequence[str]) -> list[str]:
     beside = [name for prefix in prefixes for name in _left_over(finder, _block(prefix))]
     names = inside or beside
     finder.taken.update(names)
-    patterns = list(dict.fromkeys(_pattern(name, prefixes) for name in names))
+    patterns = list(dict.fromkeys(_pattern(finder.spell(name), prefixes) for name in names))
     listed = ", ".join(map(quoted, patterns[:_LISTED]))
     listed += f" and {len(patterns) - _LISTED} more" if len(patterns) > _LISTED else ""
     if inside:

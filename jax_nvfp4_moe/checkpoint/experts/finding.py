@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, find_naming
-from jax_nvfp4_moe.checkpoint.finder import SCALE_NAMES, Finder
-from jax_nvfp4_moe.checkpoint.formats import CHANNEL_SCALE, FP8_INPUT_SCALE, Decision
-from jax_nvfp4_moe.checkpoint.mxfp4_weights import check_mxfp4, find_mxfp4, is_mxfp4
-from jax_nvfp4_moe.checkpoint.projections import Product, expert_products
+from jax_nvfp4_moe.checkpoint.formats.rules import Decision
+from jax_nvfp4_moe.checkpoint.names import CHANNEL_SCALE, FP8_INPUT_SCALE, SCALE_NAMES
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
-from jax_nvfp4_moe.checkpoint.stored_forms import FLOATS, Weight, find_forms
-from jax_nvfp4_moe.checkpoint.weights import find_bias, find_weight
+from jax_nvfp4_moe.checkpoint.weights.by_format import find_bias, find_weight
+from jax_nvfp4_moe.checkpoint.weights.finder import Finder
+from jax_nvfp4_moe.checkpoint.weights.mxfp4 import check_mxfp4, find_mxfp4, is_mxfp4
+from jax_nvfp4_moe.checkpoint.weights.projections import Product, expert_products
+from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
+from jax_nvfp4_moe.checkpoint.weights.stored_forms import FLOATS, Weight, find_forms
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -44,7 +45,7 @@ def find_experts(finder: Finder, prefix: str, sizes: ExpertSizes, dtype: Any) ->
       sizes: the sizes of the layer.
       dtype: the dtype of experts that are not quantized. None keeps the dtype of the file.
     """
-    products = expert_products(prefix, sizes, find_naming(finder, prefix, sizes))
+    products = expert_products(finder, prefix, sizes)
     if next(finder.tensors.under(f"{prefix}."), None) is None:
         finder.problems.append(
             f"{quoted(prefix)}: the file has no experts there; expected tensors such as "
@@ -127,8 +128,8 @@ def _refuse_channel_scales(finder, prefix):
     if found:
         finder.taken.update(found)
         finder.problems.append(
-            f"{quoted(found[0])}: scales of the input channels of routed experts are not "
-            "supported, because one kernel runs all experts on the same inputs; quantize the "
+            f"{quoted(finder.spell(found[0]))}: scales of the input channels of routed experts are "
+            "not supported, because one kernel runs all experts on the same inputs; quantize the "
             "experts with NVFP4 in place of NVFP4_AWQ"
         )
 
@@ -156,7 +157,7 @@ def _decide(finder, prefix, products: Products, forms) -> CheckpointScheme:
         lambda: any(name.endswith(scales) for name in finder.tensors.under(f"{prefix}."))
     )
     decisions = {}  # scheme -> the first module that has it, and its decision
-    for module in (one.stem for product in products for one in product.projections):
+    for module in (finder.spell(one.stem) for each in products for one in each.projections):
         decision = finder.decide(module, forms, calibrated)
         decisions.setdefault(decision.scheme, (module, decision))
     if len(finder.problems) > before:

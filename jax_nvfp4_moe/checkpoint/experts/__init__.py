@@ -1,0 +1,1 @@
+"""Find the tensors of routed experts in the headers, under any names."""

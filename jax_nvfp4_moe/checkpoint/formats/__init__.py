@@ -1,0 +1,1 @@
+"""What the configurations of quantization tools declare about the modules of a checkpoint."""

@@ -1,0 +1,1 @@
+"""Read parts of arrays from the bytes of files."""

@@ -1,0 +1,1 @@
+"""Write files and folders that are either complete or absent."""
