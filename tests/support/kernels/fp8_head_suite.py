@@ -55,14 +55,10 @@ def round_entries(entries, scales, *, multiply_by_reciprocal):
 def expected_of(run, call):
     """Return the results in 16 bits of `run`, whose new keys and values are rounded by JAX."""
     q, *entries = map(np.asarray, run(in_16_bits(call)))
-    new = np.zeros(call.keys.shape[:3], bool)
-    for row, token in np.argwhere(call.positions < call.keys.shape[2]):
-        new[row, :, call.positions[row, token]] = True
-
     how = {"multiply_by_reciprocal": call.options.multiply_by_reciprocal}
     rounded = round_entries(entries, call.scales, **how)
-    kept = call.keys, call.values
-    return q, *(np.where(new[..., None], *pair) for pair in zip(rounded, kept, strict=True))
+    new = call.written[..., None]
+    return q, *(np.where(new, *pair) for pair in zip(rounded, call.caches, strict=True))
 
 
 def assert_same_bytes(got, expected):

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.kernels.cache_suite import CacheCall, CacheOp, CacheSuite, normalize, rotate
 from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
-from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.backends.heads import HeadOptions
 from jax_nvfp4_moe.numerics.rope import Rope
-from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +57,10 @@ NAMES = ("q", "keys", "values")
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Call(CacheCall):
     """The operands of `backends.heads.prepare_heads`, as numpy arrays, and its options."""
+
+    by_row = ("qkv", "positions", "keys", "values")
 
     qkv: np.ndarray
     positions: np.ndarray
@@ -100,7 +101,7 @@ def make(name, pair):
 
 
 def in_float64(call: Call):
-    """Return queries, keys and values in float64; angles are rounded to float32."""
+    """Return queries, keys and values in float64."""
     (b, t, _), (_, m, room, d) = call.qkv.shape, call.keys.shape
     heads = call.qkv.astype(np.float64).reshape(b, t, call.qkv.shape[2] // d, d)
     n = heads.shape[2] - 2 * m
@@ -108,34 +109,24 @@ def in_float64(call: Call):
         n //= 2
         heads = np.concatenate([heads[:, :, : 2 * n : 2], heads[:, :, 2 * n :]], axis=2)
 
-    def normalize(heads):
+    def scale(heads):
         q_weight, k_weight = (np.float64(weight) for weight in call.weights)
-        mean = np.mean(heads**2, axis=-1, keepdims=True)
         weight = np.where(np.arange(n + 2 * m)[:, None] < n, q_weight, k_weight)
-        return heads / np.sqrt(mean + call.options.eps) * weight
+        return normalize(heads, weight, call.options.eps)
 
     values, qk = heads[:, :, n + m :], heads
     if call.weights is not None and not call.options.rotates_first:
-        qk = normalize(qk)
+        qk = scale(qk)
     if call.options.rope is not None:
-        qk = _rotate(qk, call.positions, call.options.rope)
+        qk = rotate(qk, call.positions, call.options.rope)
     if call.weights is not None and call.options.rotates_first:
-        qk = normalize(qk)
+        qk = scale(qk)
     entries = [np.float64(call.keys), np.float64(call.values)]
     for row, token in np.argwhere(call.positions < room):
         at = call.positions[row, token]
         entries[0][row, :, at] = qk[row, token, n : n + m]
         entries[1][row, :, at] = values[row, token]
     return qk[:, :, :n], *entries
-
-
-def _rotate(heads, positions, rope):
-    half = len(rope.frequencies)
-    angles = np.float32(positions)[..., None, None] * np.float32(rope.frequencies)
-    cos, sin = (f(np.float64(angles)) * rope.scale for f in (np.cos, np.sin))
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    turned = first * cos - second * sin, second * cos + first * sin
-    return np.concatenate([*turned, heads[..., 2 * half :]], axis=-1)
 
 
 def exchange_gates(call: Call):
@@ -182,70 +173,28 @@ def _jitted(operands, options, given):
     return prepare(operands, options, **dict(given))
 
 
-def assert_accurate(call, got, expected=None):
-    """Assert that queries, keys and values have at most twice the error of plain XLA."""
-    expected = in_float64(call) if expected is None else expected
-    for name, y, yardstick, truth in zip(NAMES, got, plain(call), expected, strict=True):
-        assert (y.shape, y.dtype) == (yardstick.shape, yardstick.dtype), name
-        assert_as_accurate_as(np.asarray(y), np.asarray(yardstick), truth)
+HEADS = CacheOp(make, in_float64, plain, NAMES, "decoding", "prefill")
+assert_accurate = HEADS.assert_accurate
 
 
-class HeadSuite:
+class HeadSuite(CacheSuite):
     """Subclasses have the axes `case` and `pair`, and a fixture `run(call)`."""
 
-    def test_matches_float64(self, run, case, pair):
-        call = make(case, pair)
-        got = run(call)
-        assert_accurate(call, got)
-        new = np.zeros(call.keys.shape[:3], bool)
-        for row, token in np.argwhere(call.positions < call.keys.shape[2]):
-            new[row, :, call.positions[row, token]] = True
-        for kept, entry in zip((call.keys, call.values), got[1:], strict=True):
-            assert kept[~new].tobytes() == np.asarray(entry)[~new].tobytes()
+    op = HEADS
 
     @pytest.mark.parametrize("fault", ["position", "norm", "order", "scale", "gate"])
     def test_bound_catches_a_fault(self, run, pair, fault):
         name = {"position": "past 2^17", "gate": "gates"}.get(fault, "a part rotates")
         call = make(name, pair)
-        expected, options = in_float64(call), call.options
+        rope, other = call.options.rope, functools.partial(dataclasses.replace, call.options)
         wrong = {
             "position": {"positions": call.positions - 1},
             "norm": {"weights": call.weights and call.weights[::-1]},
             "gate": {"qkv": exchange_gates(call) if fault == "gate" else call.qkv},
-            "order": {"options": dataclasses.replace(options, rotates_first=True)},
-            "scale": {
-                "options": dataclasses.replace(
-                    options, rope=dataclasses.replace(options.rope, scale=1.32)
-                )
-            },
+            "order": {"options": other(rotates_first=True)},
+            "scale": {"options": other(rope=dataclasses.replace(rope, scale=1.32))},
         }[fault]
-        got = run(dataclasses.replace(call, **wrong))
-        with pytest.raises(AssertionError, match="yardstick"):
-            assert_accurate(call, got, expected)
-
-    def test_bits_repeat_and_rows_are_alone(self, run, pair):
-        call = make("decoding", pair)
-        first, second = run(call), run(call)
-        parts = (array[1:2] for array in call.operands[:4])
-        alone = run(Call(*parts, call.weights, call.options))
-        for one, two, few in zip(first, second, alone, strict=True):
-            one = np.asarray(one)
-            assert one.tobytes() == np.asarray(two).tobytes()
-            assert one[1:2].tobytes() == np.asarray(few).tobytes()
-
-    def test_padding_is_finite_and_is_not_written(self, run, pair):
-        call = make("prefill", pair)
-        padded = call.positions.copy()
-        padded[:, 5:] = PADDING + np.arange(padded.shape[1] - 5)
-        got = tuple(map(np.asarray, run(dataclasses.replace(call, positions=padded))))
-        assert np.isfinite(got[0].astype(np.float32)).all()
-        expected = tuple(map(np.asarray, run(call)))
-        assert got[0][:, :5].tobytes() == expected[0][:, :5].tobytes()
-        for kept, entry, whole in zip((call.keys, call.values), got[1:], expected[1:], strict=True):
-            for row, start in enumerate(call.positions[:, 0]):
-                end = start + 5
-                assert entry[row, :, :end].tobytes() == whole[row, :, :end].tobytes()
-                assert entry[row, :, end:].tobytes() == kept[row, :, end:].tobytes()
+        self.assert_found(run, call, **wrong)
 
 
 OPERANDS = ("qkv", "positions", "keys", "values", "q_weight", "k_weight", "frequencies")
