@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.kernels.cache_suite import CacheCall, CacheOp, CacheSuite, normalize, rotate
-from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends.heads import HeadOptions
@@ -195,85 +194,3 @@ class HeadSuite(CacheSuite):
             "scale": {"options": other(rope=dataclasses.replace(rope, scale=1.32))},
         }[fault]
         self.assert_found(run, call, **wrong)
-
-
-OPERANDS = ("qkv", "positions", "keys", "values", "q_weight", "k_weight", "frequencies")
-
-
-class HeadCallSuite:
-    """Test how JAX sees the call; subclasses have `backend` and `ffi_target`."""
-
-    def test_the_cache_stays_in_its_memory(self):
-        call = make("decoding", PAIRS[0])
-
-        def step(keys, values):
-            operands = call.qkv, call.positions, keys, values, call.weights, None
-            return prepare(operands, call.options, backend=self.backend)[1:]
-
-        keys, values = jnp.asarray(call.keys), jnp.asarray(call.values)
-        before = {array.unsafe_buffer_pointer() for array in (keys, values)}
-        after = jax.jit(step, donate_argnums=(0, 1))(keys, values)
-        assert {array.unsafe_buffer_pointer() for array in after} == before
-
-    def test_derivative_is_that_of_the_reference(self):
-        call = make("a part rotates", "bfloat16-float32")
-        operands = jax.tree.map(jnp.asarray, call.operands)
-
-        def gradient(backend):
-            def run(qkv):
-                return prepare((qkv, *operands[1:]), call.options, backend=backend)
-
-            return gradients(run, operands[0])[0]
-
-        expected = gradient("reference")
-        assert np.abs(np.asarray(expected)).max() > 0
-        np.testing.assert_array_equal(gradient(self.backend), expected)
-
-    def test_vmap_is_a_loop(self):
-        """JAX's loop has no results in place: the kernel gets copies of the cache."""
-        call = make("a part rotates", PAIRS[0])
-        operands = call.operands
-        stacked = jax.tree.map(lambda x: np.stack([x, x]), operands)
-
-        def run(*each):
-            return prepare(each, call.options, backend=self.backend)
-
-        for both, alone in zip(jax.vmap(run)(*stacked), run(*operands), strict=True):
-            np.testing.assert_array_equal(np.asarray(both)[1], alone)
-
-    @pytest.mark.parametrize("name", OPERANDS)
-    @pytest.mark.parametrize("what", ["shape", "dtype"])
-    def test_wrong_operand_is_named(self, name, what):
-        call = make("a part rotates", PAIRS[0])
-        arrays = operands_of(call)
-        index = OPERANDS.index(name)
-        wrong = arrays[index]
-        # Fewer frequencies would be right: fewer channels would rotate.
-        other = np.tile(wrong, 3) if name == "frequencies" else wrong[..., :-1]
-        arrays[index] = other if what == "shape" else wrong.view(np.int8)
-        # The width of a head is read from the keys: wrong keys show as a wrong width or q.
-        named = "d \\(keys\\)|q |keys" if name == "keys" else f"{name}|r \\({name}\\)"
-        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"({named}).*expected"):
-            jax.block_until_ready(call_target(self.ffi_target, arrays, call))
-
-
-def operands_of(call: Call):
-    """Return the operands of the FFI call of a call with norms and a rotation."""
-    return [*call.operands[:4], *call.weights, np.float32(call.options.rope.frequencies)]
-
-
-def call_target(ffi_target, arrays, call: Call, **attributes):
-    """Run the FFI target on `arrays`, with the options of a call."""
-    keys, values = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[2:4])
-    (b, t, width), (_, m, _, d), options = call.qkv.shape, call.keys.shape, call.options
-    n = options.count_queries(width, m, d)
-    q = jax.ShapeDtypeStruct((b, t, n, d), call.qkv.dtype)
-    program = jax.ffi.ffi_call(ffi_target, (q, keys, values), input_output_aliases={2: 1, 3: 2})
-    return program(
-        *arrays,
-        eps=np.float32(options.eps),
-        rotation_scale=np.float32(1 if options.rope is None else options.rope.scale),
-        rotates_first=options.rotates_first,
-        gated=options.gated,
-        **attributes,
-    )
