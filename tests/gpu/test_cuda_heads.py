@@ -3,8 +3,9 @@
 import pytest
 from support.extensions import cuda_calls
 from support.kernels.axes import axis
-from support.kernels.fp8_head_suite import FP8_HEAD_CASES, Fp8HeadCallSuite, Fp8HeadSuite
-from support.kernels.head_suite import CASES, PAIRS, HeadCallSuite, HeadSuite, jitted
+from support.kernels.fp8_head_suite import FP8_HEAD_CASES, Fp8HeadSuite
+from support.kernels.head_call_suite import HeadCallSuite
+from support.kernels.head_suite import CASES, PAIRS, HeadSuite, jitted
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +28,7 @@ class TestFp8(Fp8HeadSuite):
         return lambda call: jitted(call, backend="heads_cuda")
 
 
-class TestCalls(HeadCallSuite, Fp8HeadCallSuite):
+class TestCalls(HeadCallSuite):
     backend = "heads_cuda"
     ffi_target = "nvfp4_prepare_heads_cuda"
     fp8_target = "nvfp4_prepare_heads_fp8_cuda"

@@ -12,20 +12,18 @@ from support.kernels import head_suite
 from support.kernels.axes import axis
 from support.kernels.fp8_head_suite import (
     FP8_HEAD_CASES,
-    Fp8HeadCallSuite,
     Fp8HeadSuite,
     assert_same_bytes,
     expected_of,
     in_16_bits,
     with_fp8_cache,
 )
+from support.kernels.head_call_suite import HeadCallSuite, call_target
 from support.kernels.head_suite import (
     CASES,
     PAIRS,
-    HeadCallSuite,
     HeadSuite,
     assert_accurate,
-    call_target,
     jitted,
     make,
 )
@@ -95,7 +93,7 @@ class TestCpuKernelFp8(Fp8HeadSuite):
         return lambda call: jitted(call, backend="heads_cpu")
 
 
-class TestCpuCalls(HeadCallSuite, Fp8HeadCallSuite):
+class TestCpuCalls(HeadCallSuite):
     backend = "heads_cpu"
     ffi_target = "nvfp4_prepare_heads_cpu"
     fp8_target = "nvfp4_prepare_heads_fp8_cpu"

@@ -31,11 +31,11 @@ from jax.experimental import multihost_utils
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import expand_home, read_json
+from jax_nvfp4_moe.checkpoint.writing.files import LOCK, PARTIAL, claimed_folder, write_file
 from jax_nvfp4_moe.nn.saving import (
     flax_serialization as flax_serialization,  # registers with Flax
 )
 from jax_nvfp4_moe.nn.saving.resharding import (
-from jax_nvfp4_moe.checkpoint.writing.files import LOCK, PARTIAL, claimed_folder, write_file
     convert,
     find_entries,
     find_stored,

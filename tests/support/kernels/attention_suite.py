@@ -66,19 +66,26 @@ CASES = {
 }
 
 
-@functools.cache
-def make(name, dtype):
-    """Return queries, keys, values and positions of a case. Keys that no query sees are NaN."""
-    case = CASES[name]
+def draw(name, case, dtype, count=3):
+    """Return the first `count` of queries, keys and values, and positions.
+
+    Keys that no query sees are NaN.
+    """
     rng = np.random.default_rng(len(name))
     b, (n, m), (d, dv) = len(case.starts), case.heads, case.widths
     shapes = ((b, case.t, n, d), (b, m, case.keys, d), (b, m, case.keys, dv))
-    q, k, v = (rng.normal(size=shape) * 1.5 for shape in shapes)
+    q, *entries = (rng.normal(size=shape) * 1.5 for shape in shapes[:count])
     positions = np.asarray(case.starts, np.int32)[:, None] + np.arange(case.t, dtype=np.int32)
     for row, last in enumerate(positions[:, -1]):
-        k[row, :, last + 1 :] = np.nan
-        v[row, :, last + 1 :] = np.nan
-    return (*(np.asarray(x, dtype) for x in (q, k, v)), positions)
+        for entry in entries:
+            entry[row, :, last + 1 :] = np.nan
+    return (*(np.asarray(x, dtype) for x in (q, *entries)), positions)
+
+
+@functools.cache
+def make(name, dtype):
+    """Return queries, keys, values and positions of a case."""
+    return draw(name, CASES[name], dtype)
 
 
 def find_seen(positions, s, window=None, chunk=None):
@@ -134,6 +141,15 @@ def plain(q, k, v, positions, scale=None, sinks=None, k_scale=None, v_scale=None
     return attend(*operands, scale=scale, **options)
 
 
+def find_bound(operands, options):
+    """Return the exact result of a call, and twice the error of plain XLA.
+
+    Values of one key are copied, so that plain XLA has no error at all.
+    """
+    expected = in_float64(*operands, **options)
+    return expected, 2 * worst(plain(*operands, **options), expected)
+
+
 def assert_nan_stays(run):
     """Assert that NaN in one of several parts of the keys reaches the queries of its head alone."""
     q, k, v, positions = make("one query in five parts", jnp.dtype("bfloat16"))
@@ -144,34 +160,36 @@ def assert_nan_stays(run):
     assert np.isnan(y[1]).all()
 
 
+def check_padding(run, q, *entries, **options):
+    """Check that padding behind five tokens is finite and changes nothing; positions are last."""
+    *entries, positions = entries
+    alone = run(q[:, :5], *entries, positions[:, :5], **options)
+    padded = positions.copy()
+    padded[:, 5:] = PADDING + np.arange(3)
+    y = np.asarray(run(q, *entries, padded, **options))
+    assert np.isfinite(y.astype(np.float32)).all()
+    np.testing.assert_array_equal(y[:, :5], np.asarray(alone))
+    nothing = run(q, *entries, np.full_like(positions, PADDING), **options)
+    np.testing.assert_array_equal(np.asarray(nothing, np.float32), 0)
+
+
 class AttentionSuite:
     """Subclasses have the axes `dtype` and `case`, and a fixture `run(q, k, v, positions, ...)`."""
 
     def test_matches_float64(self, run, case, dtype):
         operands, options = make(case, jnp.dtype(dtype)), CASES[case].options
-        expected = in_float64(*operands, **options)
-        bound = 2 * worst(plain(*operands, **options), expected)
+        expected, bound = find_bound(operands, options)
         y = run(*operands, **options)
         assert y.dtype == dtype
-        # Values of one key are copied, so that plain XLA has no error at all.
         assert worst(y, expected) <= bound
 
     @pytest.mark.parametrize("wrong", ["one query of eight heads", "prefill in a room"])
     def test_a_wrong_window_is_found(self, run, wrong):
         operands, options = make(wrong, jnp.dtype("bfloat16")), CASES[wrong].options
-        expected = in_float64(*operands, **options)
-        bound = 2 * worst(plain(*operands, **options), expected)
+        expected, bound = find_bound(operands, options)
         off = {**options, "window": options.get("window", 40) - 1}
         assert worst(run(*operands, **off), expected) > 5 * bound
 
     @pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 16}])
     def test_padding_is_finite_and_changes_nothing(self, run, options):
-        q, k, v, positions = make("eight queries", jnp.dtype("bfloat16"))
-        alone = run(q[:, :5], k, v, positions[:, :5], **options)
-        padded = positions.copy()
-        padded[:, 5:] = PADDING + np.arange(3)
-        y = np.asarray(run(q, k, v, padded, **options))
-        assert np.isfinite(y.astype(np.float32)).all()
-        np.testing.assert_array_equal(y[:, :5], np.asarray(alone))
-        nothing = run(q, k, v, np.full_like(positions, PADDING), **options)
-        np.testing.assert_array_equal(np.asarray(nothing, np.float32), 0)
+        check_padding(run, *make("eight queries", jnp.dtype("bfloat16")), **options)

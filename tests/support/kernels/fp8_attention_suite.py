@@ -5,11 +5,18 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.kernels.attention_suite import CASES, SINKS, Case, in_float64, plain, worst
+from support.kernels.attention_suite import (
+    CASES,
+    SINKS,
+    Case,
+    check_padding,
+    in_float64,
+    plain,
+    worst,
+)
 from support.kernels.axes import axis
 
 from jax_nvfp4_moe.ops.causal_attention.cuda import takes_fp8_kernel
-from jax_nvfp4_moe.ops.positions import PADDING
 
 FP8 = jnp.dtype("float8_e4m3fn")
 # In some heads, most numbers of the cache are subnormal, or many are the largest one.
@@ -96,6 +103,12 @@ def plain_fp8(x: Operands, **options):
     return plain(x.q, k, v, x.positions, **options, k_scale=x.k_scale, v_scale=x.v_scale)
 
 
+def find_bound(x: Operands, **options):
+    """Return the exact result of a call, and twice the error of plain XLA."""
+    expected = in_float64(*x.widened(), **options)
+    return expected, 2 * worst(plain_fp8(x, **options), expected)
+
+
 def codes(shape):
     """Return an array that has all finite E4M3 numbers."""
     every = np.arange(256, dtype=np.uint8)
@@ -124,11 +137,10 @@ class Fp8AttentionSuite:
 
     def assert_accurate(self, run, case, dtype, options):
         x = make_fp8(case, jnp.dtype(dtype))
-        expected = in_float64(*x.widened(), **options)
-        operands, scales = x.given()
+        (expected, bound), (operands, scales) = find_bound(x, **options), x.given()
         y = run(*operands, **scales, **options)
         assert y.dtype == dtype
-        assert worst(y, expected) <= 2 * worst(plain_fp8(x, **options), expected)
+        assert worst(y, expected) <= bound
 
     def test_matches_float64(self, run, case, dtype):
         self.assert_accurate(run, FP8_CASES[case], dtype, FP8_CASES[case].options)
@@ -142,9 +154,7 @@ class Fp8AttentionSuite:
     @pytest.mark.parametrize("fault", ["one", "another head"])
     def test_a_wrong_scale_is_found(self, run, dtype, name, fault):
         x = make_fp8(FP8_CASES["seven key heads"], jnp.dtype(dtype))
-        expected = in_float64(*x.widened())
-        bound = 2 * worst(plain_fp8(x), expected)
-        operands, scales = x.given()
+        (expected, bound), (operands, scales) = find_bound(x), x.given()
         assert worst(run(*operands, **scales), expected) <= bound
         right = scales[name]
         scales[name] = np.ones_like(right) if fault == "one" else np.roll(right, 1)
@@ -152,9 +162,7 @@ class Fp8AttentionSuite:
 
     def test_a_wrong_window_is_found(self, run, dtype):
         x = make_fp8(FP8_CASES["windows of FP8"], jnp.dtype(dtype))
-        expected = in_float64(*x.widened(), window=130)
-        bound = 2 * worst(plain_fp8(x, window=130), expected)
-        operands, scales = x.given()
+        (expected, bound), (operands, scales) = find_bound(x, window=130), x.given()
         assert worst(run(*operands, **scales, window=129), expected) > 2 * bound
 
     @pytest.mark.parametrize("t", [1, 40])
@@ -210,12 +218,5 @@ class Fp8KernelSuite(Fp8AttentionSuite):
     @pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 16}])
     def test_padding_is_finite_and_changes_nothing(self, run, options, dtype):
         x = make_fp8(FP8_CASES["eight tokens of eight heads"], jnp.dtype(dtype))
-        (q, k, v, positions), scales = x.given()
-        alone = run(q[:, :5], k, v, positions[:, :5], **scales, **options)
-        padded = positions.copy()
-        padded[:, 5:] = PADDING + np.arange(3)
-        y = np.asarray(run(q, k, v, padded, **scales, **options))
-        assert np.isfinite(y.astype(np.float32)).all()
-        np.testing.assert_array_equal(y[:, :5], np.asarray(alone))
-        nothing = run(q, k, v, np.full_like(positions, PADDING), **scales, **options)
-        np.testing.assert_array_equal(np.asarray(nothing, np.float32), 0)
+        operands, scales = x.given()
+        check_padding(run, *operands, **scales, **options)

@@ -6,6 +6,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.kernels.cache_suite import rotate
 
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.head_products import absorb, expand
@@ -69,15 +70,11 @@ def make(name, dtype):
 
 
 def absorb_in_float64(call: Call):
-    """Return queries in the space of the latents; angles are rounded to float32."""
+    """Return queries in the space of the latents."""
     q, p, rope = np.float64(call.q), call.keys.shape[1], call.options["rope"]
     y, turning = np.einsum("btnp,npk->btnk", q[..., :p], np.float64(call.keys)), q[..., p:]
     if rope is not None:
-        angles = np.float32(call.positions)[..., None] * np.float32(rope.frequencies)
-        cos, sin = (f(np.float64(angles))[:, :, None] * rope.scale for f in (np.cos, np.sin))
-        adjacent = turning[..., 0::2], turning[..., 1::2]
-        first, second = adjacent if call.options["interleaved"] else np.split(turning, 2, axis=-1)
-        turning = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        turning = rotate(turning, call.positions, rope, interleaved=call.options["interleaved"])
     return np.concatenate([y, turning], axis=-1)
 
 

@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.ops.gradients import gradients
+from support.kernels.cache_suite import CacheCall, CacheOp, CacheSuite, normalize, rotate
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.heads import HeadOptions
-from jax_nvfp4_moe.ops.positions import PADDING
-from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +56,10 @@ NAMES = ("q", "keys", "values")
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Call(CacheCall):
     """The operands of `ops.heads.meaning`, as numpy arrays, and its options."""
+
+    by_row = ("qkv", "positions", "keys", "values")
 
     qkv: np.ndarray
     positions: np.ndarray
@@ -100,7 +100,7 @@ def make(name, pair):
 
 
 def in_float64(call: Call):
-    """Return queries, keys and values in float64; angles are rounded to float32."""
+    """Return queries, keys and values in float64."""
     (b, t, _), (_, m, room, d) = call.qkv.shape, call.keys.shape
     heads = call.qkv.astype(np.float64).reshape(b, t, call.qkv.shape[2] // d, d)
     n = heads.shape[2] - 2 * m
@@ -108,34 +108,24 @@ def in_float64(call: Call):
         n //= 2
         heads = np.concatenate([heads[:, :, : 2 * n : 2], heads[:, :, 2 * n :]], axis=2)
 
-    def normalize(heads):
+    def scale(heads):
         q_weight, k_weight = (np.float64(weight) for weight in call.weights)
-        mean = np.mean(heads**2, axis=-1, keepdims=True)
         weight = np.where(np.arange(n + 2 * m)[:, None] < n, q_weight, k_weight)
-        return heads / np.sqrt(mean + call.options.eps) * weight
+        return normalize(heads, weight, call.options.eps)
 
     values, qk = heads[:, :, n + m :], heads
     if call.weights is not None and not call.options.rotates_first:
-        qk = normalize(qk)
+        qk = scale(qk)
     if call.options.rope is not None:
-        qk = _rotate(qk, call.positions, call.options.rope)
+        qk = rotate(qk, call.positions, call.options.rope)
     if call.weights is not None and call.options.rotates_first:
-        qk = normalize(qk)
+        qk = scale(qk)
     entries = [np.float64(call.keys), np.float64(call.values)]
     for row, token in np.argwhere(call.positions < room):
         at = call.positions[row, token]
         entries[0][row, :, at] = qk[row, token, n : n + m]
         entries[1][row, :, at] = values[row, token]
     return qk[:, :, :n], *entries
-
-
-def _rotate(heads, positions, rope):
-    half = len(rope.frequencies)
-    angles = np.float32(positions)[..., None, None] * np.float32(rope.frequencies)
-    cos, sin = (f(np.float64(angles)) * rope.scale for f in (np.cos, np.sin))
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    turned = first * cos - second * sin, second * cos + first * sin
-    return np.concatenate([*turned, heads[..., 2 * half :]], axis=-1)
 
 
 def exchange_gates(call: Call):
@@ -182,149 +172,25 @@ def _jitted(operands, options, given):
     return prepare(operands, options, **dict(given))
 
 
-def assert_accurate(call, got, expected=None):
-    """Assert that queries, keys and values have at most twice the error of plain XLA."""
-    expected = in_float64(call) if expected is None else expected
-    for name, y, yardstick, truth in zip(NAMES, got, plain(call), expected, strict=True):
-        assert (y.shape, y.dtype) == (yardstick.shape, yardstick.dtype), name
-        assert_as_accurate_as(np.asarray(y), np.asarray(yardstick), truth)
+HEADS = CacheOp(make, in_float64, plain, NAMES, "decoding", "prefill")
+assert_accurate = HEADS.assert_accurate
 
 
-class HeadSuite:
+class HeadSuite(CacheSuite):
     """Subclasses have the axes `case` and `pair`, and a fixture `run(call)`."""
 
-    def test_matches_float64(self, run, case, pair):
-        call = make(case, pair)
-        got = run(call)
-        assert_accurate(call, got)
-        new = np.zeros(call.keys.shape[:3], bool)
-        for row, token in np.argwhere(call.positions < call.keys.shape[2]):
-            new[row, :, call.positions[row, token]] = True
-        for kept, entry in zip((call.keys, call.values), got[1:], strict=True):
-            assert kept[~new].tobytes() == np.asarray(entry)[~new].tobytes()
+    op = HEADS
 
     @pytest.mark.parametrize("fault", ["position", "norm", "order", "scale", "gate"])
     def test_bound_catches_a_fault(self, run, pair, fault):
         name = {"position": "past 2^17", "gate": "gates"}.get(fault, "a part rotates")
         call = make(name, pair)
-        expected, options = in_float64(call), call.options
+        rope, other = call.options.rope, functools.partial(dataclasses.replace, call.options)
         wrong = {
             "position": {"positions": call.positions - 1},
             "norm": {"weights": call.weights and call.weights[::-1]},
             "gate": {"qkv": exchange_gates(call) if fault == "gate" else call.qkv},
-            "order": {"options": dataclasses.replace(options, rotates_first=True)},
-            "scale": {
-                "options": dataclasses.replace(
-                    options, rope=dataclasses.replace(options.rope, scale=1.32)
-                )
-            },
+            "order": {"options": other(rotates_first=True)},
+            "scale": {"options": other(rope=dataclasses.replace(rope, scale=1.32))},
         }[fault]
-        got = run(dataclasses.replace(call, **wrong))
-        with pytest.raises(AssertionError, match="yardstick"):
-            assert_accurate(call, got, expected)
-
-    def test_bits_repeat_and_rows_are_alone(self, run, pair):
-        call = make("decoding", pair)
-        first, second = run(call), run(call)
-        parts = (array[1:2] for array in call.operands[:4])
-        alone = run(Call(*parts, call.weights, call.options))
-        for one, two, few in zip(first, second, alone, strict=True):
-            one = np.asarray(one)
-            assert one.tobytes() == np.asarray(two).tobytes()
-            assert one[1:2].tobytes() == np.asarray(few).tobytes()
-
-    def test_padding_is_finite_and_is_not_written(self, run, pair):
-        call = make("prefill", pair)
-        padded = call.positions.copy()
-        padded[:, 5:] = PADDING + np.arange(padded.shape[1] - 5)
-        got = tuple(map(np.asarray, run(dataclasses.replace(call, positions=padded))))
-        assert np.isfinite(got[0].astype(np.float32)).all()
-        expected = tuple(map(np.asarray, run(call)))
-        assert got[0][:, :5].tobytes() == expected[0][:, :5].tobytes()
-        for kept, entry, whole in zip((call.keys, call.values), got[1:], expected[1:], strict=True):
-            for row, start in enumerate(call.positions[:, 0]):
-                end = start + 5
-                assert entry[row, :, :end].tobytes() == whole[row, :, :end].tobytes()
-                assert entry[row, :, end:].tobytes() == kept[row, :, end:].tobytes()
-
-
-OPERANDS = ("qkv", "positions", "keys", "values", "q_weight", "k_weight", "frequencies")
-
-
-class HeadCallSuite:
-    """Test how JAX sees the call; subclasses have `backend` and `ffi_target`."""
-
-    def test_the_cache_stays_in_its_memory(self):
-        call = make("decoding", PAIRS[0])
-
-        def step(keys, values):
-            operands = call.qkv, call.positions, keys, values, call.weights, None
-            return prepare(operands, call.options, backend=self.backend)[1:]
-
-        keys, values = jnp.asarray(call.keys), jnp.asarray(call.values)
-        before = {array.unsafe_buffer_pointer() for array in (keys, values)}
-        after = jax.jit(step, donate_argnums=(0, 1))(keys, values)
-        assert {array.unsafe_buffer_pointer() for array in after} == before
-
-    def test_derivative_is_that_of_the_reference(self):
-        call = make("a part rotates", "bfloat16-float32")
-        operands = jax.tree.map(jnp.asarray, call.operands)
-
-        def gradient(backend):
-            def run(qkv):
-                return prepare((qkv, *operands[1:]), call.options, backend=backend)
-
-            return gradients(run, operands[0])[0]
-
-        expected = gradient("reference")
-        assert np.abs(np.asarray(expected)).max() > 0
-        np.testing.assert_array_equal(gradient(self.backend), expected)
-
-    def test_vmap_is_a_loop(self):
-        """JAX's loop has no results in place: the kernel gets copies of the cache."""
-        call = make("a part rotates", PAIRS[0])
-        operands = call.operands
-        stacked = jax.tree.map(lambda x: np.stack([x, x]), operands)
-
-        def run(*each):
-            return prepare(each, call.options, backend=self.backend)
-
-        for both, alone in zip(jax.vmap(run)(*stacked), run(*operands), strict=True):
-            np.testing.assert_array_equal(np.asarray(both)[1], alone)
-
-    @pytest.mark.parametrize("name", OPERANDS)
-    @pytest.mark.parametrize("what", ["shape", "dtype"])
-    def test_wrong_operand_is_named(self, name, what):
-        call = make("a part rotates", PAIRS[0])
-        arrays = operands_of(call)
-        index = OPERANDS.index(name)
-        wrong = arrays[index]
-        # Fewer frequencies would be right: fewer channels would rotate.
-        other = np.tile(wrong, 3) if name == "frequencies" else wrong[..., :-1]
-        arrays[index] = other if what == "shape" else wrong.view(np.int8)
-        # The width of a head is read from the keys: wrong keys show as a wrong width or q.
-        named = "d \\(keys\\)|q |keys" if name == "keys" else f"{name}|r \\({name}\\)"
-        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"({named}).*expected"):
-            jax.block_until_ready(call_target(self.ffi_target, arrays, call))
-
-
-def operands_of(call: Call):
-    """Return the operands of the FFI call of a call with norms and a rotation."""
-    return [*call.operands[:4], *call.weights, np.float32(call.options.rope.frequencies)]
-
-
-def call_target(ffi_target, arrays, call: Call, **attributes):
-    """Run the FFI target on `arrays`, with the options of a call."""
-    keys, values = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[2:4])
-    (b, t, width), (_, m, _, d), options = call.qkv.shape, call.keys.shape, call.options
-    n = options.count_queries(width, m, d)
-    q = jax.ShapeDtypeStruct((b, t, n, d), call.qkv.dtype)
-    program = jax.ffi.ffi_call(ffi_target, (q, keys, values), input_output_aliases={2: 1, 3: 2})
-    return program(
-        *arrays,
-        eps=np.float32(options.eps),
-        rotation_scale=np.float32(1 if options.rope is None else options.rope.scale),
-        rotates_first=options.rotates_first,
-        gated=options.gated,
-        **attributes,
-    )
+        self.assert_found(run, call, **wrong)

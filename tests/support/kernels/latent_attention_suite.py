@@ -1,27 +1,13 @@
 """Tests that every kernel of latent attention must pass, with values inside of the keys."""
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from support.kernels.attention_suite import SINKS, in_float64, plain, worst
+from support.kernels import attention_suite
+from support.kernels.attention_suite import SINKS, Case, check_padding, draw, worst
 
-from jax_nvfp4_moe.ops.positions import PADDING
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One call: sizes, the first position of each row, and options of `ops.attention`."""
-
-    t: int
-    heads: tuple[int, int]  # query heads and key heads
-    keys: int
-    widths: tuple[int, int]  # of a key, and of the value in it
-    starts: tuple[int, ...]
-    options: dict = dataclasses.field(default_factory=dict)
-
+# The second width is that of the value inside of the key.
 
 DEEPSEEK, SMALL = (576, 512), (48, 32)
 CASES = {
@@ -48,23 +34,15 @@ CASES = {
 
 @functools.cache
 def make(name, dtype):
-    """Return queries, keys and positions of a case. Keys that no query sees are NaN."""
-    case = CASES[name]
-    rng = np.random.default_rng(len(name))
-    b, (n, m), d = len(case.starts), case.heads, case.widths[0]
-    q, k = (rng.normal(size=shape) * 1.5 for shape in ((b, case.t, n, d), (b, m, case.keys, d)))
-    positions = np.asarray(case.starts, np.int32)[:, None] + np.arange(case.t, dtype=np.int32)
-    for row, last in enumerate(positions[:, -1]):
-        k[row, :, last + 1 :] = np.nan
-    return np.asarray(q, dtype), np.asarray(k, dtype), positions
+    """Return queries, keys and positions of a case."""
+    return draw(name, CASES[name], dtype, 2)
 
 
 def find_bound(name, q, k, positions):
     """Return the exact result of a case, and twice the error of plain XLA."""
     case = CASES[name]
     operands = q, k, k[..., : case.widths[1]], positions
-    expected = in_float64(*operands, **case.options)
-    return expected, 2 * worst(plain(*operands, **case.options), expected)
+    return attention_suite.find_bound(operands, case.options)
 
 
 class LatentAttentionSuite:
@@ -77,7 +55,6 @@ class LatentAttentionSuite:
         y = run(*operands, value_width=width, **CASES[case].options)
         assert y.dtype == dtype
         assert y.shape == (*operands[0].shape[:3], width)
-        # Values of one key are copied, so that plain XLA has no error at all.
         assert worst(y, expected) <= bound
 
     @pytest.mark.parametrize("wrong", ["a full cache", "heads of GLM Flash", "heads of DeepSeek"])
@@ -89,13 +66,5 @@ class LatentAttentionSuite:
 
     @pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 16}])
     def test_padding_is_finite_and_changes_nothing(self, run, options):
-        q, k, positions = make("eight tokens of one head", jnp.dtype("bfloat16"))
-        options = {"value_width": 32, **options}
-        alone = run(q[:, :5], k, positions[:, :5], **options)
-        padded = positions.copy()
-        padded[:, 5:] = PADDING + np.arange(3)
-        y = np.asarray(run(q, k, padded, **options))
-        assert np.isfinite(y.astype(np.float32)).all()
-        np.testing.assert_array_equal(y[:, :5], np.asarray(alone))
-        nothing = run(q, k, np.full_like(positions, PADDING), **options)
-        np.testing.assert_array_equal(np.asarray(nothing, np.float32), 0)
+        operands = make("eight tokens of one head", jnp.dtype("bfloat16"))
+        check_padding(run, *operands, value_width=32, **options)

@@ -6,11 +6,10 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.kernels.cache_suite import CacheCall, CacheOp, CacheSuite, normalize, rotate
 
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.latents import LatentOptions, meaning
-from jax_nvfp4_moe.ops.positions import PADDING
-from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +41,10 @@ PAIRS = ("bfloat16-bfloat16", "bfloat16-float32", "float16-float16", "float16-fl
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Call(CacheCall):
     """The operands of `ops.latents.meaning`, as numpy arrays, and its options."""
+
+    by_row = ("down", "positions", "cache")
 
     down: np.ndarray
     positions: np.ndarray
@@ -81,24 +82,14 @@ def make(name, pair):
 
 
 def in_float64(call: Call):
-    """Return queries and the cache in float64; angles are rounded to float32."""
-    rank, width = len(call.kv_weight), call.cache.shape[3]
+    """Return queries and the cache in float64."""
+    rank, width, options = len(call.kv_weight), call.cache.shape[3], call.options
     down = np.float64(call.down)
     q, latent, key = np.split(down, [down.shape[2] - width, down.shape[2] - width + rank], axis=2)
-
-    def normalize(x, weight):
-        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + call.options.eps) * weight
-
-    q = q if call.q_weight is None else normalize(q, np.float64(call.q_weight))
-    latent = normalize(latent, np.float64(call.kv_weight))
-    if (rope := call.options.rope) is not None:
-        angles = np.float32(call.positions)[..., None] * np.float32(rope.frequencies)
-        cos, sin = (f(np.float64(angles)) * rope.scale for f in (np.cos, np.sin))
-        pairs = (
-            (key[..., 0::2], key[..., 1::2]) if call.options.interleaved else np.split(key, 2, 2)
-        )
-        first, second = pairs
-        key = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    q = q if call.q_weight is None else normalize(q, np.float64(call.q_weight), options.eps)
+    latent = normalize(latent, np.float64(call.kv_weight), options.eps)
+    if options.rope is not None:
+        key = rotate(key, call.positions, options.rope, interleaved=options.interleaved)
     cache = np.float64(call.cache)
     for row, token in np.argwhere(call.positions < cache.shape[2]):
         at = call.positions[row, token]
@@ -112,64 +103,23 @@ def plain(call: Call):
     return meaning(*operands, options=call.options)
 
 
-def assert_accurate(call, got, expected=None):
-    """Assert that queries and the cache have at most twice the error of plain XLA."""
-    expected = in_float64(call) if expected is None else expected
-    for name, y, yardstick, truth in zip(("q", "cache"), got, plain(call), expected, strict=True):
-        assert (y.shape, y.dtype) == (yardstick.shape, yardstick.dtype), name
-        assert_as_accurate_as(np.asarray(y), np.asarray(yardstick), truth)
+LATENTS = CacheOp(make, in_float64, plain, ("q", "cache"), "deepseek", "eight tokens")
 
 
-class LatentsSuite:
+class LatentsSuite(CacheSuite):
     """Subclasses have the axes `case` and `pair`, and a fixture `run(call)`."""
 
-    def test_matches_float64(self, run, case, pair):
-        call = make(case, pair)
-        got = run(call)
-        assert_accurate(call, got)
-        new = np.zeros(call.cache.shape[:3], bool)
-        for row, token in np.argwhere(call.positions < call.cache.shape[2]):
-            new[row, :, call.positions[row, token]] = True
-        assert call.cache[~new].tobytes() == np.asarray(got[1])[~new].tobytes()
+    op = LATENTS
 
     @pytest.mark.parametrize("fault", ["position", "norm", "pairs", "scale", "weight"])
     def test_bound_catches_a_fault(self, run, pair, fault):
         call = make("eight tokens", pair)
-        expected, options = in_float64(call), call.options
+        rope, other = call.options.rope, functools.partial(dataclasses.replace, call.options)
         wrong = {
             "position": {"positions": np.where(call.positions > 25, 1, call.positions)},
             "norm": {"q_weight": None},
             "weight": {"kv_weight": call.kv_weight[::-1].copy()},
-            "pairs": {"options": dataclasses.replace(options, interleaved=True)},
-            "scale": {
-                "options": dataclasses.replace(
-                    options, rope=dataclasses.replace(options.rope, scale=1.32)
-                )
-            },
+            "pairs": {"options": other(interleaved=True)},
+            "scale": {"options": other(rope=dataclasses.replace(rope, scale=1.32))},
         }[fault]
-        got = run(dataclasses.replace(call, **wrong))
-        with pytest.raises(AssertionError, match="yardstick"):
-            assert_accurate(call, got, expected)
-
-    def test_bits_repeat_and_rows_are_alone(self, run, pair):
-        call = make("deepseek", pair)
-        first, second = run(call), run(call)
-        parts = (array[1:2] for array in call.operands[:3])
-        alone = run(Call(*parts, call.q_weight, call.kv_weight, call.options))
-        for one, two, few in zip(first, second, alone, strict=True):
-            one = np.asarray(one)
-            assert one.tobytes() == np.asarray(two).tobytes()
-            assert one[1:2].tobytes() == np.asarray(few).tobytes()
-
-    def test_padding_is_finite_and_is_not_written(self, run, pair):
-        call = make("eight tokens", pair)
-        padded = call.positions.copy()
-        padded[:, 5:] = PADDING + np.arange(3)
-        got = tuple(map(np.asarray, run(dataclasses.replace(call, positions=padded))))
-        assert np.isfinite(got[0].astype(np.float32)).all()
-        expected = tuple(map(np.asarray, run(call)))
-        assert got[0][:, :5].tobytes() == expected[0][:, :5].tobytes()
-        for row, start in enumerate(call.positions[:, 0]):
-            end = start + 5
-            assert got[1][row, :, :end].tobytes() == expected[1][row, :, :end].tobytes()
-            assert got[1][row, :, end:].tobytes() == call.cache[row, :, end:].tobytes()
+        self.assert_found(run, call, **wrong)

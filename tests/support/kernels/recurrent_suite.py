@@ -5,6 +5,8 @@ A subclass has the axes `dtype` and `case`, and a fixture ``run(*tokens, **weigh
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -162,8 +164,35 @@ def spoiled(weights, name):
     return off
 
 
-class DeltaStepSuite:
+class StepSuite:
+    """A step of a mixer. Subclasses say how to make, to compute and to call it."""
+
+    make: ClassVar[Callable]  # of the name of a case and a dtype, returns tokens and weights
+    exact: ClassVar[Callable]  # of the name, tokens and weights, in float64
+    plain: ClassVar[Callable]  # of the same, in plain XLA
+
+    def call(self, run, case, tokens, weights):
+        raise NotImplementedError("a subclass says how to call its kernels")
+
+    def check(self, case, tokens, weights, results, dtype=np.float32):
+        """Check `results` against what the step is for these tokens and weights."""
+        plain, exact = (step(case, tokens, weights) for step in (self.plain, self.exact))
+        check_step(results, plain, exact, tokens, dtype)
+
+    def assert_found(self, *step, match=r"over 4\.0 x"):
+        """Assert that `check` finds results of wrong operands."""
+        with pytest.raises(AssertionError, match=match):
+            self.check(*step)
+
+    def test_matches_float64(self, run, case, dtype):
+        tokens, weights = self.make(case, jnp.dtype(dtype))
+        self.check(case, tokens, weights, self.call(run, case, tokens, weights), dtype)
+
+
+class DeltaStepSuite(StepSuite):
     """The step of a gated delta net; `run` also takes `interleaved` and `eps`."""
+
+    make, exact, plain = map(staticmethod, (make_delta, delta_in_float64, plain_delta))
 
     def call(self, run, case, tokens, weights, turn=0):
         tokens, weights = take_rates(case, tokens, weights, turn)
@@ -171,28 +200,15 @@ class DeltaStepSuite:
 
     def test_rates_of_other_heads_are_found(self, run):
         case = "rates apart"
-        tokens, weights = make_delta(case, np.dtype("float32"))
-        exact = delta_in_float64(case, tokens, weights)
-        plain = plain_delta(case, tokens, weights)
-        results = self.call(run, case, tokens, weights, turn=1)
-        with pytest.raises(AssertionError, match=r"over 4\.0 x"):
-            check_step(results, plain, exact, tokens, np.float32)
-
-    def test_matches_float64(self, run, case, dtype):
-        tokens, weights = make_delta(case, jnp.dtype(dtype))
-        exact = delta_in_float64(case, tokens, weights)
-        plain = plain_delta(case, tokens, weights)
-        check_step(self.call(run, case, tokens, weights), plain, exact, tokens, dtype)
+        step = make_delta(case, np.dtype("float32"))
+        self.assert_found(case, *step, self.call(run, case, *step, turn=1))
 
     @pytest.mark.parametrize("wrong", ["conv_weight", "A_log", "dt_bias", "norm"])
     def test_a_wrong_weight_is_found(self, run, wrong):
         case = "three value heads"
         tokens, weights = make_delta(case, np.dtype("float32"))
-        exact = delta_in_float64(case, tokens, weights)
-        plain = plain_delta(case, tokens, weights)
         results = self.call(run, case, tokens, spoiled(weights, wrong))
-        with pytest.raises(AssertionError, match=r"over 4\.0 x"):
-            check_step(results, plain, exact, tokens, np.float32)
+        self.assert_found(case, tokens, weights, results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,8 +297,10 @@ def plain_kimi(name, tokens, weights):
     return jitted_kimi(*tokens, **weights, lower_bound=KIMI_CASES[name].lower_bound, eps=1e-5)
 
 
-class KimiStepSuite:
+class KimiStepSuite(StepSuite):
     """The step of Kimi delta attention; `run` also takes `lower_bound` and `eps`."""
+
+    make, exact, plain = map(staticmethod, (make_kimi, kimi_in_float64, plain_kimi))
 
     def call(self, run, case, tokens, weights):
         projected, positions, inputs, state = tokens
@@ -290,27 +308,17 @@ class KimiStepSuite:
         tokens = {"positions": positions, "inputs": inputs, "state": state}
         return run(projected, **tokens, **weights, **options)
 
-    def test_matches_float64(self, run, case, dtype):
-        tokens, weights = make_kimi(case, jnp.dtype(dtype))
-        exact = kimi_in_float64(case, tokens, weights)
-        plain = plain_kimi(case, tokens, weights)
-        check_step(self.call(run, case, tokens, weights), plain, exact, tokens, dtype)
-
     @pytest.mark.parametrize("case", ["full widths, rates apart, bounded", "three heads"])
     @pytest.mark.parametrize(
         "wrong", ["conv_weight", "A_log", "dt_bias", "norm", "decays", "gates", "projected"]
     )
     def test_a_wrong_operand_is_found(self, run, case, wrong):
         (projected, positions, *rest), weights = make_kimi(case, np.dtype("float32"))
-        tokens = projected, np.full_like(positions, 5), *rest  # the last row is no padding
-        exact = kimi_in_float64(case, tokens, weights)
-        plain = plain_kimi(case, tokens, weights)
-        if wrong == "projected":
-            found = self.call(run, case, (1.01 * tokens[0], *tokens[1:]), weights)
-        else:
-            found = self.call(run, case, tokens, spoiled(weights, wrong))
-        with pytest.raises(AssertionError, match=r"over 4\.0 x|Mismatched"):
-            check_step(found, plain, exact, tokens, np.float32)
+        positions = np.full_like(positions, 5)  # the last row is no padding
+        other, own = (1.01, weights) if wrong == "projected" else (1.0, spoiled(weights, wrong))
+        results = self.call(run, case, (np.float32(other) * projected, positions, *rest), own)
+        tokens = projected, positions, *rest
+        self.assert_found(case, tokens, weights, results, match=r"over 4\.0 x|Mismatched")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,24 +409,17 @@ def plain_mamba(name, tokens, weights):
     return jitted_mamba(*tokens, **weights, **MAMBA_CASES[name].options)
 
 
-class Mamba2StepSuite:
+class Mamba2StepSuite(StepSuite):
     """The step of Mamba-2; `run` also takes the options of a case."""
+
+    make, exact, plain = map(staticmethod, (make_mamba, mamba_in_float64, plain_mamba))
 
     def call(self, run, case, tokens, weights):
         return run(*tokens, **weights, **MAMBA_CASES[case].options)
-
-    def test_matches_float64(self, run, case, dtype):
-        tokens, weights = make_mamba(case, jnp.dtype(dtype))
-        exact = mamba_in_float64(case, tokens, weights)
-        plain = plain_mamba(case, tokens, weights)
-        check_step(self.call(run, case, tokens, weights), plain, exact, tokens, dtype)
 
     @pytest.mark.parametrize("wrong", ["conv_weight", "conv_bias", "A_log", "dt_bias", "D", "norm"])
     def test_a_wrong_weight_is_found(self, run, wrong):
         case = "usual sizes"
         tokens, weights = make_mamba(case, np.dtype("float32"))
-        exact = mamba_in_float64(case, tokens, weights)
-        plain = plain_mamba(case, tokens, weights)
         results = self.call(run, case, tokens, spoiled(weights, wrong))
-        with pytest.raises(AssertionError, match=r"over 4\.0 x"):
-            check_step(results, plain, exact, tokens, np.float32)
+        self.assert_found(case, tokens, weights, results)
