@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_nvfp4_moe.backends.record import FLOATS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
 from jax_nvfp4_moe.checkpoint.formats.rules import Decision
@@ -57,7 +58,6 @@ from jax_nvfp4_moe.nn.building import Builder, Part, check_parts_cover
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.filling import fill, place
 from jax_nvfp4_moe.nn.settings import Settings
-from jax_nvfp4_moe.ops.moe import DTYPES
 from jax_nvfp4_moe.parallel import DISPATCHES
 from jax_nvfp4_moe.parallel.dispatch import check_platform
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, find_expert_mesh
@@ -432,8 +432,8 @@ def find_dtype(dtype) -> jnp.dtype:
       ValueError: modules do not support it. The message lists the supported dtypes.
     """
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    if name not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}; got {name!r}")
+    if name not in FLOATS:
+        raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}; got {name!r}")
     return jnp.dtype(name)
 
 

@@ -11,12 +11,11 @@ from jaxtyping import Array, Float, Int, Int32
 from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
 from jax_nvfp4_moe.numerics.convolution import convolve
+from jax_nvfp4_moe.ops.checks import check_axes, check_integers, check_shapes
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.positions import PADDING, narrow_positions
 from jax_nvfp4_moe.ops.running import run
 from jax_nvfp4_moe.scheme import Target
-
-_FLOATS = ("bfloat16", "float16", "float32")
 
 
 @public_op
@@ -85,10 +84,7 @@ def causal_convolution(
       >>> q.shape, [round(float(y), 2) for y in k[0, :4, 0]], inputs.shape
       ((1, 16, 4), [0.73, 1.76, 2.86, 3.93], (1, 3, 8))
     """
-    if x.ndim != 3 or x.dtype.name not in _FLOATS:
-        raise ValueError(
-            f"x: expected [b, t, n] of one of {', '.join(_FLOATS)}; got {x.dtype.name} {x.shape}"
-        )
+    check_axes("x", x, "b, t, n")
     _check_arrays(x, positions, inputs, weight, bias)
     (t, n), (channels, taps) = x.shape[1:], weight.shape
     widths = (channels // max(heads, 1),) if widths is None else tuple(widths)
@@ -118,15 +114,9 @@ def _check_arrays(x, positions, inputs, weight, bias):
             f"inputs: expected {x.dtype.name} [{b}, taps - 1, c], because x is {x.dtype.name} "
             f"{x.shape}; got {inputs.dtype.name} {inputs.shape}"
         )
-    if positions.shape != (b, t) or positions.dtype.kind not in "iu":
-        raise ValueError(
-            f"positions: expected integers {(b, t)}, got {positions.dtype.name} {positions.shape}"
-        )
+    check_integers("positions", positions, (b, t))
     past, channels = inputs.shape[1:]
-    expected = {"weight": (weight, (channels, past + 1)), "bias": (bias, (channels,))}
-    for name, (array, shape) in expected.items():
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+    check_shapes({"weight": (weight, (channels, past + 1)), "bias": (bias, (channels,))})
 
 
 def _check_columns(n, channels, widths, first, heads, stride):

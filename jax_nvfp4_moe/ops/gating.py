@@ -14,13 +14,12 @@ from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.numerics import activations
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.ops.checks import check_floats
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.heads import split_gates
 from jax_nvfp4_moe.ops.running import find_plan, run
 from jax_nvfp4_moe.scheme import Target
-
-_FLOATS = ("bfloat16", "float16", "float32")
 
 
 @public_op
@@ -57,7 +56,7 @@ def activate(
     call = find_activation(activation)
     if not call.row.gated:
         raise ValueError(f"activation: expected a gated activation, got {call.name}")
-    _check_dtype("gate_up", gate_up)
+    check_floats(gate_up=gate_up)
     if gate_up.ndim < 1 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: expected [..., 2i], got {gate_up.shape}")
     facts = _facts(gate_up, 1, target, backend)
@@ -189,7 +188,7 @@ def gate_heads(
       >>> nvfp4.ops.gate_heads(x, jnp.array([[0.0, 100.0]])).tolist()
       [[[2.0, 2.0, 2.0], [4.0, 4.0, 4.0]]]
     """
-    _check_dtype("x", x)
+    check_floats(x=x)
     if x.ndim < 2:
         raise ValueError(f"x: expected [..., n, d], got {x.shape}")
     *lead, n, d = x.shape
@@ -204,14 +203,9 @@ def gate_heads(
     return run("gate_heads", (x, gates), rows, **_facts(x, 2, target, backend))
 
 
-def _check_dtype(name, x):
-    if x.dtype.name not in _FLOATS:
-        raise ValueError(f"{name}: expected {', '.join(_FLOATS)}; got {x.dtype.name}")
-
-
 def _check_sum(x, z):
     """Check the terms of a sum."""
-    _check_dtype("x", x)
+    check_floats(x=x)
     if x.ndim < 1:
         raise ValueError(f"x: expected [..., h], got {x.shape}")
     _check_like("x", x, "z", z, x.shape)

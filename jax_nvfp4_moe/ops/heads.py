@@ -16,12 +16,11 @@ from jax_nvfp4_moe.numerics.norms import normalize
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.ops.cache import append
 from jax_nvfp4_moe.ops.causal_attention.op import check_scales
+from jax_nvfp4_moe.ops.checks import check_axes, check_integers
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.positions import narrow_positions
 from jax_nvfp4_moe.ops.running import run
 from jax_nvfp4_moe.scheme import Target
-
-_FLOATS = ("bfloat16", "float16", "float32")
 
 
 @public_op
@@ -118,11 +117,7 @@ def _check(qkv, positions, keys, values, q_weight, k_weight, options, scaled):
 
     `scaled` says whether the cache has scales. It is then in FP8.
     """
-    if qkv.ndim != 3 or qkv.dtype.name not in _FLOATS:
-        words = ", ".join(_FLOATS)
-        raise ValueError(
-            f"qkv: expected [b, t, (n + 2m) d] of one of {words}; got {qkv.dtype.name} {qkv.shape}"
-        )
+    check_axes("qkv", qkv, "b, t, (n + 2m) d")
     b, t, width = qkv.shape
     dtype = "float8_e4m3fn" if scaled else qkv.dtype.name
     for name, x in (("keys", keys), ("values", values)):
@@ -139,10 +134,7 @@ def _check(qkv, positions, keys, values, q_weight, k_weight, options, scaled):
             f"qkv: expected a width that holds {m} key heads, {m} value heads and query heads"
             f"{gates} of width {d}; got {width}"
         )
-    if positions.shape != (b, t) or positions.dtype.kind not in "iu":
-        raise ValueError(
-            f"positions: expected integers {(b, t)}, got {positions.dtype.name} {positions.shape}"
-        )
+    check_integers("positions", positions, (b, t))
     rope = options.rope
     if rope is not None and 2 * len(rope.frequencies) > d:
         raise ValueError(

@@ -14,12 +14,11 @@ from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
 from jax_nvfp4_moe.numerics.norms import normalize
 from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
 from jax_nvfp4_moe.ops.cache import append
+from jax_nvfp4_moe.ops.checks import check_axes, check_integers
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.positions import narrow_positions
 from jax_nvfp4_moe.ops.running import run
 from jax_nvfp4_moe.scheme import Target
-
-_FLOATS = ("bfloat16", "float16", "float32")
 
 
 @public_op
@@ -96,11 +95,7 @@ def prepare_latents(
 
 def _check(down, positions, cache, kv_weight, q_weight, rope):
     """Raise a ValueError that names the argument which does not fit."""
-    if down.ndim != 3 or down.dtype.name not in _FLOATS:
-        raise ValueError(
-            f"down: expected [b, t, r + k + e] of one of {', '.join(_FLOATS)}; got "
-            f"{down.dtype.name} {down.shape}"
-        )
+    check_axes("down", down, "b, t, r + k + e")
     b, t, width = down.shape
     if cache.ndim != 4 or cache.shape[:2] != (b, 1) or cache.dtype != down.dtype:
         raise ValueError(
@@ -119,10 +114,7 @@ def _check(down, positions, cache, kv_weight, q_weight, rope):
     first, rest = width - cache.shape[3], cache.shape[3] - kv_weight.shape[0]
     if q_weight is not None and q_weight.shape != (first,):
         raise ValueError(f"q_weight: expected {(first,)}, got {q_weight.shape}")
-    if positions.shape != (b, t) or positions.dtype.kind not in "iu":
-        raise ValueError(
-            f"positions: expected integers {(b, t)}, got {positions.dtype.name} {positions.shape}"
-        )
+    check_integers("positions", positions, (b, t))
     if rope is not None and 2 * len(rope.frequencies) != rest:
         raise ValueError(
             f"rope: expected {rest // 2} frequencies for a key of {rest} channels, got "

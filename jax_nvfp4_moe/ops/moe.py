@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.plan import Plan
+from jax_nvfp4_moe.backends.record import FLOATS
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import MoEParams, check_moe_params
+from jax_nvfp4_moe.ops.checks import check_floats
 from jax_nvfp4_moe.ops.conversion import report_conversion
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.documentation import public_op
@@ -25,8 +27,6 @@ from jax_nvfp4_moe.ops.gradient import (
 from jax_nvfp4_moe.ops.preparation import find_checkpoint_scheme, plan_experts
 from jax_nvfp4_moe.scheme import NEEDS_INPUT_SCALES, Scheme, Target
 
-DTYPES = ("bfloat16", "float16", "float32")
-
 
 def check_dtype(dtype) -> jnp.dtype:
     """Return the dtype of a module as a `jnp.dtype`, if kernels accept it.
@@ -38,24 +38,10 @@ def check_dtype(dtype) -> jnp.dtype:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or found.name not in DTYPES:
+    if found is None or found.name not in FLOATS:
         got = repr(dtype) if found is None else found.name
-        raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {got}")
+        raise ValueError(f"dtype: expected {' or '.join(FLOATS)}, got {got}")
     return found
-
-
-def check_activations(name, x):
-    """Check that `x` has a dtype that kernels accept.
-
-    Args:
-      name: what the error message calls the argument.
-      x: the activations.
-
-    Raises:
-      ValueError: if the dtype is not bfloat16, float16 or float32.
-    """
-    if x.dtype.name not in DTYPES:
-        raise ValueError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {x.dtype.name}")
 
 
 @public_op
@@ -204,7 +190,7 @@ def check_call(x, params, expert_ids, expert_weights, call) -> None:
     Raises:
       ValueError: if they do not; the message names the argument.
     """
-    check_activations("x", x)
+    check_floats(x=x)
     if x.ndim != 2 or x.shape[1] != params.hidden:
         raise ValueError(f"x: expected shape [t, {params.hidden}], got {x.shape}")
     if expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:

@@ -11,11 +11,10 @@ from jaxtyping import Array, Float
 from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.numerics.norms import normalize
+from jax_nvfp4_moe.ops.checks import check_floats, check_shapes
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.running import run
 from jax_nvfp4_moe.scheme import Target
-
-_FLOATS = ("bfloat16", "float16", "float32")
 
 
 @public_op
@@ -72,21 +71,15 @@ def add_rms_norm(
 
 def _check(x, added, weight):
     """Raise a ValueError that names the argument which does not fit."""
-    if x.ndim < 1 or not x.shape[-1] or x.dtype.name not in _FLOATS:
-        raise ValueError(f"x: expected {_words()} [..., h], got {x.dtype.name} {x.shape}")
+    check_floats(x=x, weight=weight)
+    if x.ndim < 1 or not x.shape[-1]:
+        raise ValueError(f"x: expected [..., h] with h above 0, got {x.shape}")
     if added is not None and (added.shape, added.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"added: expected {x.dtype.name} {x.shape} as x has, got {added.dtype.name} "
             f"{added.shape}"
         )
-    if weight.shape != x.shape[-1:] or weight.dtype.name not in _FLOATS:
-        raise ValueError(
-            f"weight: expected {_words()} {x.shape[-1:]}, got {weight.dtype.name} {weight.shape}"
-        )
-
-
-def _words():
-    return f"{', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}"
+    check_shapes({"weight": (weight, x.shape[-1:])})
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("eps",))

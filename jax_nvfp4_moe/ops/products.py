@@ -11,10 +11,10 @@ from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.backends.plan import Plan
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.ops.checks import check_floats
 from jax_nvfp4_moe.ops.conversion import report_conversion
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.gradient import with_product_gradient
-from jax_nvfp4_moe.ops.moe import check_activations
 from jax_nvfp4_moe.ops.preparation import plan_product
 from jax_nvfp4_moe.scheme import Scheme, Target
 
@@ -26,7 +26,7 @@ def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
     and x is ``[..., k]``. Sorted rows cannot be divided among devices: which rows belong to which
     group is known only on the device.
     """
-    check_activations("x", x)
+    check_floats(x=x)
     check_blocks("weight", weight.shape)
     e, n, _ = weight.shape
     if bias is not None and bias.shape != (e, n):

@@ -14,8 +14,8 @@ from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
 from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks, global_scale_of, quantize
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.ops.checks import check_floats
 from jax_nvfp4_moe.ops.documentation import public_op
-from jax_nvfp4_moe.ops.moe import check_activations
 from jax_nvfp4_moe.ops.running import find_plan
 from jax_nvfp4_moe.scheme import Target
 
@@ -66,7 +66,7 @@ def quantize_nvfp4(
     Reference:
       `numerics.nvfp4.quantize` defines the result.
     """
-    check_activations("x", x)
+    check_floats(x=x)
     check_blocks("x", x.shape)
     if x.ndim != 2:
         raise ValueError(f"x: expected shape [m, k], got {x.shape}")

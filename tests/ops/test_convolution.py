@@ -53,7 +53,7 @@ def test_columns_that_no_vector_divides_are_plain_xla():
     run = functools.partial(ops.causal_convolution, x, positions, inputs, weight=weight)
     parts, _ = jax.jit(functools.partial(run, first=5, target=HOPPER))()
     assert parts[0].shape == (1, 16, 6)
-    with pytest.raises(NoBackendError, match="first column from 0 to .* got 5"):
+    with pytest.raises(NoBackendError, match=r"first column from 0 to .* got 5"):
         run(first=5, target=HOPPER, backend="convolution_cuda")
 
 
@@ -75,7 +75,7 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("x", np.zeros((1, 70), np.float32), r"x: expected \[b, t, n\] of one of bfloat16"),
+        ("x", np.zeros((1, 70), np.float32), r"x: expected bfloat16, .* \[b, t, n\]"),
         ("x", np.zeros((1, 70, 68), np.int32), r"x: expected .* got int32 \(1, 70, 68\)"),
         ("inputs", np.zeros((2, 3, 40), np.float32), r"inputs: expected float32 \[1, taps - 1, c"),
         ("inputs", np.zeros((1, 3, 40), np.float16), r"inputs: expected float32 .* got float16"),

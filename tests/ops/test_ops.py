@@ -303,7 +303,7 @@ MESSAGES = [
     ({"x": jnp.zeros((9, 32))}, r"x: expected shape \[t, 64\], got \(9, 32\)"),
     (
         {"x": jnp.zeros((9, H), jnp.int8)},
-        "x: expected dtype bfloat16 or float16 or float32, got int8",
+        "x: expected bfloat16, float16 or float32, got int8",
     ),
     ({"ids": jnp.zeros((8, K), jnp.int32)}, r"expert_ids: expected shape \[9, k\]"),
     ({"ids": jnp.zeros((9, K))}, "expert_ids: expected integers, got float32"),

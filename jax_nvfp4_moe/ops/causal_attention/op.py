@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from jax_nvfp4_moe.ops.causal_attention.cpu import ATTENTION_AMX, ATTENTION_AVX512, ATTENTION_CPU
 from jax_nvfp4_moe.ops.causal_attention.cuda import ATTENTION_CUDA, LATENT_ATTENTION_CUDA
 from jax_nvfp4_moe.ops.causal_attention.meaning import attend, attend_to_latents
+from jax_nvfp4_moe.ops.checks import check_axes, check_integers, check_shapes
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.positions import PADDING, narrow_positions
 from jax_nvfp4_moe.ops.running import run
@@ -132,10 +133,7 @@ def attention(
 
 def _check(q, k, v, positions, sinks, window, chunk, value_width, k_scale, v_scale):
     """Raise a ValueError that names the argument which does not fit."""
-    if q.ndim != 4 or q.dtype.name not in ("bfloat16", "float16", "float32"):
-        raise ValueError(
-            f"q: expected bfloat16, float16 or float32 [b, t, n, d], got {q.dtype.name} {q.shape}"
-        )
+    check_axes("q", q, "b, t, n, d")
     b, t, n, d = q.shape
     _check_keys(q, k, v, value_width, k_scale is not None or v_scale is not None)
     known = all(isinstance(size, int) for size in (t, *k.shape))  # an exported size may be a symbol
@@ -149,13 +147,9 @@ def _check(q, k, v, positions, sinks, window, chunk, value_width, k_scale, v_sca
             f"k: expected heads of width {d}, in a number that divides the {n} query heads; got "
             f"shape {k.shape}"
         )
-    if positions.shape not in ((b, t), (1, t)) or positions.dtype.kind not in "iu":
-        raise ValueError(
-            f"positions: expected integers {(b, t)}, got {positions.dtype.name} {positions.shape}"
-        )
+    check_integers("positions", positions, (b, t), (1, t))
     _check_known(positions, k.shape[2])
-    if sinks is not None and sinks.shape != (n,):
-        raise ValueError(f"sinks: expected shape {(n,)}, got {sinks.shape}")
+    check_shapes({"sinks": (sinks, (n,))})
     check_scales(k_scale, v_scale, k)
     for name, size in (("window", window), ("chunk", chunk)):
         if size is not None and size < 1:

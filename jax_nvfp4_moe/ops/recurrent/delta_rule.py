@@ -7,8 +7,8 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
+from jax_nvfp4_moe.ops.checks import check_recurrence, read_lengths, read_result_dtype
 from jax_nvfp4_moe.ops.documentation import public_op
-from jax_nvfp4_moe.ops.recurrent.checks import expect_floats, read_lengths, read_result_dtype
 from jax_nvfp4_moe.ops.recurrent.gated_delta import apply_gated_delta
 from jax_nvfp4_moe.ops.recurrent.kernel_limits import CHUNK, MOST, SMALL_CHUNK, STATES, pad_tokens
 from jax_nvfp4_moe.ops.running import run
@@ -92,7 +92,7 @@ def gated_delta_rule(
     own = (d,) if g.ndim == v.ndim else ()  # a decay for each channel
     shapes |= {"g": (g, (b, t, m, r, *own)), "beta": (beta, (b, t, m, r))}
     shapes["state"] = state, (b, m, r, d, e)
-    expect_floats(shapes)
+    check_recurrence(shapes)
     lengths, name = read_lengths(lengths, b), read_result_dtype(dtype)
     return run(
         "gated_delta_rule",

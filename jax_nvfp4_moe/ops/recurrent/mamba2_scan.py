@@ -8,8 +8,8 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
+from jax_nvfp4_moe.ops.checks import check_recurrence, read_lengths, read_result_dtype
 from jax_nvfp4_moe.ops.documentation import public_op
-from jax_nvfp4_moe.ops.recurrent.checks import expect_floats, read_lengths, read_result_dtype
 from jax_nvfp4_moe.ops.recurrent.kernel_limits import CHUNK, MOST, STATES, pad_tokens
 from jax_nvfp4_moe.ops.recurrent.mamba2 import apply_mamba2
 from jax_nvfp4_moe.ops.running import run
@@ -90,7 +90,7 @@ def mamba2_scan(
         raise ValueError(f"B: expected a number of groups that divides {h} heads, got {g}")
     expected = {"x": (x, x.shape), "dt": (dt, (b, t, h)), "a": (a, (h,)), "B": (B, (b, t, g, n))}
     expected |= {"C": (C, (b, t, g, n)), "D": (D, (h,)), "state": (state, (b, h, p, n))}
-    expect_floats(expected)
+    check_recurrence(expected)
     lengths, name = read_lengths(lengths, b), read_result_dtype(dtype)
     return run(
         "mamba2_scan",

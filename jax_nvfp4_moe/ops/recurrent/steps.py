@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.ops.checks import check_floats, check_shapes
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.positions import narrow_positions
 from jax_nvfp4_moe.ops.recurrent.gated_delta import mix_gated_delta
@@ -19,8 +20,6 @@ from jax_nvfp4_moe.ops.recurrent.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.ops.recurrent.mamba2 import mix_mamba2
 from jax_nvfp4_moe.ops.running import run
 from jax_nvfp4_moe.scheme import Target
-
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @public_op
@@ -102,14 +101,14 @@ def gated_delta_step(
         raise ValueError(f"state: expected shape [b, m, r, d, e], got {state.shape}")
     (b, m, _, d, e), heads = state.shape, state.shape[1] * state.shape[2]
     channels, taps = 2 * m * d + heads * e, conv_weight.shape[-1]
-    _check_floats({"projected": projected, "inputs": inputs})
+    check_floats(projected=projected, inputs=inputs)
     last = 2 * heads if rates is None else 0
     if rates is not None and (rates.shape, rates.dtype) != ((b, 1, 2 * heads), projected.dtype):
         raise ValueError(
             f"rates: expected {projected.dtype.name} {(b, 1, 2 * heads)}, or None; got "
             f"{rates.dtype.name} {rates.shape}"
         )
-    _check_shapes(
+    check_shapes(
         {
             "projected": (projected, (b, 1, channels + heads * e + last)),
             "positions": (positions, (b, 1)),
@@ -210,7 +209,7 @@ def kimi_delta_step(
     channels, taps = n * (2 * d + e), conv_weight.shape[-1]
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound: expected a negative number or None, got {lower_bound}")
-    _check_floats({"projected": projected, "inputs": inputs})
+    check_floats(projected=projected, inputs=inputs)
     parts = {"decays": (decays, (b, 1, n * d)), "gates": (gates, (b, 1, n * e))}
     if rates is not None:
         parts["rates"] = rates, (b, 1, n)
@@ -220,7 +219,7 @@ def kimi_delta_step(
                 f"{name}: expected {projected.dtype.name} {shape}, got {array.dtype.name} "
                 f"{array.shape}"
             )
-    _check_shapes(
+    check_shapes(
         {
             "projected": (projected, (b, 1, channels + (n if rates is None else 0))),
             "positions": (positions, (b, 1)),
@@ -327,7 +326,7 @@ def mamba2_step(
     call = find_activation(activation)
     if call.row.gated:
         raise ValueError(f"activation: expected one that is not gated, got {call.name!r}")
-    _check_floats({"projected": projected, "inputs": inputs})
+    check_floats(projected=projected, inputs=inputs)
     arrays = {
         "projected": (projected, (b, 1, inner + channels + heads)),
         "positions": (positions, (b, 1)),
@@ -336,10 +335,9 @@ def mamba2_step(
         "dt_bias": (dt_bias, (heads,)),
         "D": (D, (heads,)),
         "norm": (norm, (inner,)),
+        "conv_bias": (conv_bias, (channels,)),
     }
-    if conv_bias is not None:
-        arrays["conv_bias"] = conv_bias, (channels,)
-    _check_shapes(arrays)
+    check_shapes(arrays)
     weights = {"conv_weight": conv_weight, "conv_bias": conv_bias, "A_log": A_log}
     weights |= {"dt_bias": dt_bias, "D": D, "norm": norm}
     options = {"activation": call, "step_limits": step_limits, "eps": eps}
@@ -355,22 +353,6 @@ def _run(op, tokens, weights, options, how):
     rows = "b, " * len(tokens) + "- -> b, b, b"
     dtype = tokens[2].dtype.name
     return run(op, tokens, rows, named=weights, options=options, dtype=dtype, **how)
-
-
-def _check_floats(arrays):
-    """Raise a ValueError for an array whose dtype no backend takes."""
-    for name, array in arrays.items():
-        if array.dtype.name not in _DTYPES:
-            raise ValueError(
-                f"{name}: expected bfloat16, float16 or float32, got {array.dtype.name}"
-            )
-
-
-def _check_shapes(arrays):
-    """Raise a ValueError for an array that does not have the expected shape."""
-    for name, (array, shape) in arrays.items():
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
 
 
 def _lower_delta_step(ffi_target, *tokens, conv_weight, A_log, dt_bias, norm, interleaved, eps):
