@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import DTypeLike
 
 _BATCHES, _SLOW_BATCHES = 7, 3
 _SLOW_SECONDS = 0.2
@@ -67,7 +68,7 @@ def measure_copy(gibibytes: float) -> float:
     return 8 * words / time_program(flip, jnp.zeros(words, jnp.uint32))["us"] * 1e-6
 
 
-def measure_matmul(side: int, dtype: Any = jnp.bfloat16) -> float:
+def measure_matmul(side: int, dtype: DTypeLike = jnp.bfloat16) -> float:
     """Measure the rate of a product of two square matrices of `side` rows, in TFLOP/s."""
     state = jax.random.normal(jax.random.key(0), (3, side, side), dtype)
 

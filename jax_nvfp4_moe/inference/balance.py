@@ -11,11 +11,11 @@ order of the experts, even out the load::
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE, expert_blocks, experts_path
 from jax_nvfp4_moe.nn.intermediates import capture
@@ -31,7 +31,7 @@ from jax_nvfp4_moe.parallel.placement import (
 )
 
 
-def count_experts(model: Any, input_ids, lengths=None) -> np.ndarray:
+def count_experts(model: nnx.Module, input_ids, lengths=None) -> np.ndarray:
     """Return how many tokens chose each expert, int64 ``[layers, e]``.
 
     The function runs the model once and reads the expert ids that its blocks record. It does not
@@ -58,7 +58,7 @@ def count_experts(model: Any, input_ids, lengths=None) -> np.ndarray:
     return np.stack(rows)
 
 
-def place_model(model: Any, placements: Sequence[Placement]) -> None:
+def place_model(model: nnx.Module, placements: Sequence[Placement]) -> None:
     """Replicate and reorder the experts of each block in place, as its placement says.
 
     The model computes the same results, up to the order in which it sums over experts. `route`
@@ -143,7 +143,7 @@ def _place_shards(params, index, expert_mesh: ExpertMesh):
     return jax.tree.map(move, params)
 
 
-def device_load(model: Any, input_ids, num_devices: int, lengths=None) -> np.ndarray:
+def device_load(model: nnx.Module, input_ids, num_devices: int, lengths=None) -> np.ndarray:
     """Return how many routed tokens each device gets, int64 ``[layers, num_devices]``.
 
     Device d holds an equal, contiguous part of the stored experts, as on the axis `expert` of a

@@ -65,7 +65,7 @@ def read_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str,
     return places[0][1] if places else {}
 
 
-def choose_template(templates: Mapping[str, str], tools: Any) -> str:
+def choose_template(templates: Mapping[str, str], tools: object) -> str:
     """Return the source of the template for a conversation with these tools, or without.
 
     Raises:

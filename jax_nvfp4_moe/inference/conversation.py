@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from jax_nvfp4_moe.inference.generation import (
     make_sampling,
     round_up,
 )
+from jax_nvfp4_moe.inference.generative_model import GenerativeModel
 
 
 class Conversation:
@@ -35,7 +35,7 @@ class Conversation:
 
     def __init__(
         self,
-        model: Any,
+        model: GenerativeModel,
         *,
         max_length: int,
         temperature: float = 0.0,

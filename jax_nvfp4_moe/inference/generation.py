@@ -81,9 +81,9 @@ class Sampling:
       nucleus: whether `top_p` is below 1. Static.
     """
 
-    temperature: Any
-    top_p: Any
-    stop_ids: Any
+    temperature: jax.Array | np.floating
+    top_p: jax.Array | np.floating
+    stop_ids: jax.Array | np.ndarray
     key: jax.Array | None
     greedy: bool = dataclasses.field(metadata={"static": True})
     top_k: int | None = dataclasses.field(metadata={"static": True})

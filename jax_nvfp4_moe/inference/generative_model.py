@@ -102,7 +102,7 @@ class GenerativeModel(Protocol):
         ...
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Check that a model has what `generate` needs.
 
     Raises:
@@ -120,7 +120,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_leaves(model: Any, leaves: Sequence[Any]) -> None:
+def check_leaves(model: object, leaves: Sequence[object]) -> None:
     """Check that the leaves of a model's tree are arrays.
 
     Raises:

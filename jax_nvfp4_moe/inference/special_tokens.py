@@ -17,11 +17,14 @@ import json
 import logging
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import exists, read_json
 from jax_nvfp4_moe.inference.tokenizer_class import TOKENIZER, TOKENIZER_CONFIG
+
+if TYPE_CHECKING:
+    import tokenizers
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -106,7 +109,7 @@ def read_special_tokens(
 
 
 def add_tokens(
-    encoder: Any, tokens: SpecialTokens, stored: Mapping[int, Any], marked: bool
+    encoder: "tokenizers.Tokenizer", tokens: SpecialTokens, stored: Mapping[int, Any], marked: bool
 ) -> None:
     """Add the tokens to a tokenizer, as transformers does.
 
@@ -136,7 +139,9 @@ def add_tokens(
     _say_changes(stored, encoder, tokens.added)
 
 
-def say_ends(encoder: Any, config: Mapping[str, Any], tokens: SpecialTokens) -> None:
+def say_ends(
+    encoder: "tokenizers.Tokenizer", config: Mapping[str, Any], tokens: SpecialTokens
+) -> None:
     """Warn where ``add_bos_token`` or ``add_eos_token`` differ from what ``tokenizer.json`` does.
 
     What is stored decides: transformers reads neither where there is a ``tokenizer.json``.

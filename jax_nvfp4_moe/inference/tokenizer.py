@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -45,6 +45,9 @@ from jax_nvfp4_moe.inference.tokenizer_class import (
 )
 from jax_nvfp4_moe.inference.tokenizer_faults import blaming_tokenizer, check_prefix, one_line
 
+if TYPE_CHECKING:
+    import tokenizers
+
 log = logging.getLogger("jax_nvfp4_moe")
 
 # Other forms of a tokenizer, which are named if tokenizer.json is missing.
@@ -72,7 +75,7 @@ class Tokenizer:
       clean_up: whether `decode` removes spaces before punctuation.
     """
 
-    encoder: Any
+    encoder: "tokenizers.Tokenizer"
     template: str | None
     special: Mapping[str, str]
     stop_ids: tuple[int, ...]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Int32
+from jaxtyping import Array, DTypeLike, Int32
 
 from jax_nvfp4_moe.models.scores import TokenScores, score_targets
 from jax_nvfp4_moe.nn.building import Builder
@@ -154,7 +154,7 @@ class Decoder(nnx.Module):
         norm: RMSNorm,
         head: Callable | None,
         *,
-        dtype: Any,
+        dtype: DTypeLike,
         expert_mesh: ExpertMesh | None = None,
     ):
         """Make a model of its parts.

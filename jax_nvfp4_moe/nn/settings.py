@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import DTypeLike
 
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh
 from jax_nvfp4_moe.scheme import Target, rounds_to_fp8
@@ -26,7 +27,7 @@ class Settings:
     target: Target
     scheme: str | None = None
     backend: str | Sequence[str] | None = None
-    dtype: Any = jnp.bfloat16
+    dtype: DTypeLike = jnp.bfloat16
     expert_mesh: ExpertMesh | None = None
     dispatch: str = "psum"
 

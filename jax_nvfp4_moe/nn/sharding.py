@@ -7,7 +7,7 @@ result.
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.numerics.fp8 import GROUP
@@ -18,13 +18,14 @@ from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.scheme import DYNAMIC, FP8ActivationScaling, Scheme, choose_scheme
 
 log = logging.getLogger("jax_nvfp4_moe")
+Sizes = TypeVar("Sizes")
 
 
 def build_sharded(
     make: Builder,
-    build: Callable[[Builder, Any], Any],
-    whole: Any,
-    own: Any,
+    build: Callable[[Builder, Sizes], Any],
+    whole: Sizes,
+    own: Sizes,
     *,
     specs: Mapping[str, ShardSpec | None],
     last: str,

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.numerics.nvfp4 import (
     BLOCK,
@@ -224,7 +224,7 @@ class WireFormat:
     by_slot: bool = False
     scheme: Scheme | None = None
 
-    def row_bytes(self, hidden: int, top_k: int, dtype: Any) -> int:
+    def row_bytes(self, hidden: int, top_k: int, dtype: DTypeLike) -> int:
         """Return the bytes of one row on its way to an expert; the way back has `hidden` values.
 
         Args:
@@ -241,7 +241,7 @@ class WireFormat:
 
 
 def choose_wire_format(
-    scheme: Scheme | None, *, hidden: int, top_k: int, dtype: Any, shards: int, rounds: bool
+    scheme: Scheme | None, *, hidden: int, top_k: int, dtype: DTypeLike, shards: int, rounds: bool
 ) -> WireFormat:
     """Return the format with the fewest bytes in both directions if routing is uniform.
 
@@ -277,12 +277,12 @@ class Rows:
       axis: name of the mesh axis over which the experts are sharded.
     """
 
-    x: Any
-    ids: Any
-    weights: Any
+    x: Float[Array, "r h"]
+    ids: Int[Array, "r k"]
+    weights: Float[Array, "r k"]
     local_experts: int
     wire: WireFormat
-    scales: Any
+    scales: Float[Array, " e"] | None
     axis: str
 
     def visits(self, shards: int) -> Bool[Array, "r s"]:
@@ -343,6 +343,7 @@ class Rows:
         if self.wire.scheme is Scheme.W4A4_TOKEN_SCALE:
             return divide(largest, jnp.float32(SCALE_RANGE))
         if self.wire.scheme is Scheme.W4A4:
+            assert self.scales is not None
             return self.scales[jnp.clip(ids, 0, self.scales.shape[0] - 1)]
         return jnp.ones(ids.shape, jnp.float32)
 

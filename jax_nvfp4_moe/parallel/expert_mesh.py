@@ -203,7 +203,7 @@ def _check_names(names, mesh):
         raise ValueError(f"axis_names: expected another axis for each role, got {names}")
 
 
-def check_context(array: Any) -> None:
+def check_context(array: jax.Array) -> None:
     """Check that programs on `array`, a weight, can be called in the current mesh context.
 
     Raises:
@@ -284,7 +284,7 @@ def put_parts(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return stack_parts(leaf.shape, sharding, lambda index: leaf[index])
 
 
-def stack_parts(shape: Sequence[int], sharding: NamedSharding, part: Any) -> jax.Array:
+def stack_parts(shape: Sequence[int], sharding: NamedSharding, part: Callable) -> jax.Array:
     """Return a global array whose part at `index` is ``part(index)``.
 
     `part` is called for local devices only, and once for a part that several devices hold.

@@ -123,7 +123,7 @@ def check_experts(params: MoEParams | DenseExperts, expert_mesh: ExpertMesh) -> 
     check_parts(TENSOR, expert_mesh.tensor, "intermediate", params.intermediate, block)
 
 
-def convert_shards(params: Any, expert_mesh: ExpertMesh, layout: str) -> Any:
+def convert_shards(params: MoEParams, expert_mesh: ExpertMesh, layout: str) -> MoEParams:
     """Return sharded `MoEParams` with the part of each shard in `layout`."""
     if params.layout == layout:
         return params

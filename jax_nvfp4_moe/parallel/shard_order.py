@@ -10,7 +10,7 @@ other::
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def to_shards(value: Any, layout: ShardLayout | None, names: Sequence[str]) -> A
     )
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> TypeGuard[NVFP4Tensor]:
     """Return whether `value` is an `NVFP4Tensor`; used as ``is_leaf``."""
     return isinstance(value, NVFP4Tensor)
 

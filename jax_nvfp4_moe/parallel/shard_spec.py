@@ -8,7 +8,7 @@
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -129,7 +129,7 @@ def join_layouts(
     return ShardLayout("rows", tuple(segments), shards)
 
 
-def mark(variable: Any, layout: ShardLayout | None) -> Any:
+def mark(variable: nnx.Variable | None, layout: ShardLayout | None) -> Any:
     """Return a variable that stores how its global array is sharded.
 
     Args:
@@ -240,7 +240,9 @@ def take_shard(value: Any, spec: ShardSpec | None, index: int, shards: int) -> A
     return _take(value, spec, index, shards, 0)
 
 
-def take_scales(value: CacheScales, specs: Any, index: int, shards: int) -> CacheScales:
+def take_scales(
+    value: CacheScales, specs: Mapping[str, ShardSpec | None], index: int, shards: int
+) -> CacheScales:
     """Return what one shard holds of the scales of a cache.
 
     Args:

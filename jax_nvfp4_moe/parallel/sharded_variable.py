@@ -6,15 +6,18 @@ would restore rows in a wrong order. The path of a sharded value therefore names
 mesh shards a variable, the path is that of any `nnx.Variable`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
 
+if TYPE_CHECKING:
+    from jax_nvfp4_moe.parallel.shard_spec import ShardLayout
+
 METADATA = "shard"  # the name under which a variable stores its `shard_spec.ShardLayout`
 
 
-def name_of_order(layout: Any) -> str:
+def name_of_order(layout: "ShardLayout | None") -> str:
     """Return what the name of a value in the order of a `ShardLayout` ends in; nothing for None."""
     if layout is None:
         return ""

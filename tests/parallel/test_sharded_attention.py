@@ -1,4 +1,4 @@
-"""Test attentions divided by heads: latent ones, Llama 4's, and those normalized as a whole."""
+"""Test attentions sharded by heads: latent ones, Llama 4's, and those normalized as a whole."""
 
 import functools
 import re

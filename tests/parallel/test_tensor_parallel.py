@@ -1,4 +1,4 @@
-"""Test attention, delta nets and Mamba-2 divided by heads over eight CPU devices."""
+"""Test attention, delta nets and Mamba-2 sharded by heads over eight CPU devices."""
 
 import functools
 import logging
@@ -104,7 +104,7 @@ def held(tree, whole):
 
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_with_cut_states(written, name):
-    """A prefill, one token and two more agree with the whole prompt. States are divided by heads.
+    """A prefill, one token and two more agree with the whole prompt. States are sharded by heads.
 
     Each key is held twice, because four shards share the two key heads of each model. They also
     share everything that is replicated.

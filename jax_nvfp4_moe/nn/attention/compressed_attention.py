@@ -193,7 +193,7 @@ class CompressedAttention(HeadParallel):
 
 
 def build_compressed_attention(config: CompressedConfig, path: str, make: Builder):
-    """Build the attention of one layer, divided by groups of heads along the mesh axis `tensor`.
+    """Build the attention of one layer, sharded by groups of heads along the mesh axis `tensor`.
 
     Keys, compressed keys, indexer and caches are replicated on every device.
 

@@ -246,7 +246,7 @@ class Attention(HeadParallel):
 
 
 def build_attention(config, layer: int, make: Builder):
-    """Build the attention of a layer, divided by heads along the mesh axis `tensor`.
+    """Build the attention of a layer, sharded by heads along the mesh axis `tensor`.
 
     If there are more shards than key heads, several shards hold the same key head.
 
@@ -262,7 +262,7 @@ def build_attention(config, layer: int, make: Builder):
 
 
 def build_heads(config: Any, path: str, make: Builder, attention: Any = Attention):
-    """Build an attention layer, divided by heads along the mesh axis `tensor`.
+    """Build an attention layer, sharded by heads along the mesh axis `tensor`.
 
     Args:
       config: sizes of the whole layer: a `GQAConfig`, or another dataclass with the fields

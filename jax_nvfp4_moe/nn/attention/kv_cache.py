@@ -5,9 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.values import CacheScales
+from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
 from jax_nvfp4_moe.ops.cache import append
 from jax_nvfp4_moe.ops.causal_attention.meaning import widen
@@ -25,7 +26,7 @@ class CacheScale(ShardedVariable, nnx.Variable):
 
 
 def empty_entries(
-    batch: int, max_length: int, dtype: Any, **shapes: tuple[int, int]
+    batch: int, max_length: int, dtype: DTypeLike, **shapes: tuple[int, int]
 ) -> Mapping[str, Array]:
     """Return cache entries of zeros, ``[batch, heads, max_length, width]`` each.
 
@@ -80,7 +81,7 @@ class KeysAndValues(nnx.Module):
     def __init__(
         self,
         scales: CacheScales | None,
-        dtype: Any,
+        dtype: DTypeLike,
         *,
         kept_rounded: bool = True,
         **shapes: tuple[int, int],
@@ -173,7 +174,7 @@ class KeysAndValues(nnx.Module):
 
 
 def build_keys_and_values(
-    make: Any, path: str, *, kept_rounded: bool = True, **shapes: tuple[int, int]
+    make: Builder, path: str, *, kept_rounded: bool = True, **shapes: tuple[int, int]
 ) -> KeysAndValues:
     """Make the `KeysAndValues` of one attention layer.
 

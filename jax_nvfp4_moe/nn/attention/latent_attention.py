@@ -385,7 +385,7 @@ def build_latent_attention(
     make: Builder,
     kind: Callable[[MLAConfig, Builder, str], LatentAttention] = LatentAttention,
 ) -> LatentAttention:
-    """Build a latent attention layer, divided by heads along the mesh axis `tensor`.
+    """Build a latent attention layer, sharded by heads along the mesh axis `tensor`.
 
     The projections from latents to heads and the output projection are sharded. Without a latent of
     the queries, so is their projection. The other down-projections and the latent cache are

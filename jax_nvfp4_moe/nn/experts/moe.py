@@ -528,7 +528,7 @@ def _fresh_experts(num_experts, hidden, intermediate, row, rngs):
     return quantize_experts(first[:, 0] if row.gated else None, first[:, -1], down)
 
 
-def expert_blocks(model: Any) -> Iterator[tuple[str, NVFP4MoE]]:
+def expert_blocks(model: nnx.Module) -> Iterator[tuple[str, NVFP4MoE]]:
     """Yield each expert block with its path, such as "layers.3.mlp", in the order of the layers."""
     found = [(path, part) for path, part in nnx.iter_modules(model) if isinstance(part, NVFP4MoE)]
     # Layer indices are compared as numbers. As text, layer 10 would come before layer 2.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from jax_nvfp4_moe.backends.plan import Plan
 from jax_nvfp4_moe.backends.resolution import resolve_again
@@ -81,7 +81,7 @@ class ExpertOptions:
     top_k: int = 1
     activation: Any = "silu"
     weight_on_input: bool = False
-    dtype: Any = jnp.bfloat16
+    dtype: DTypeLike = jnp.bfloat16
     dispatch: str = "psum"
     capacity: int | None = None
 

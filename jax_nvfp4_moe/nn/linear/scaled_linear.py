@@ -1,11 +1,12 @@
 """ScaledLinear: a linear layer that multiplies its input channels by stored scales first."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
+from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
+from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.variables import NVFP4Param
 
 
@@ -24,7 +25,7 @@ class ScaledLinear(nnx.Module):
     Quantization for LLM Compression and Acceleration", arXiv:2306.00978, 2023.
     """
 
-    def __init__(self, linear: Any, scale: Float[Array, " k"]):
+    def __init__(self, linear: NVFP4Linear | FP8Linear | DenseLinear, scale: Float[Array, " k"]):
         """Put scales before a layer.
 
         Args:

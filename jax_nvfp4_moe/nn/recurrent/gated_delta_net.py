@@ -179,7 +179,7 @@ class GatedDeltaNet(HeadParallel):
 
 
 def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
-    """Build a gated delta net, divided by key heads along the mesh axis `tensor`.
+    """Build a gated delta net, sharded by key heads along the mesh axis `tensor`.
 
     Args:
       sizes: sizes of the whole mixer.

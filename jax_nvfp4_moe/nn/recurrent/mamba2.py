@@ -165,7 +165,7 @@ class Mamba2(HeadParallel):
 
 
 def build_mamba2(config: Mamba2Config, path: str, make: Builder):
-    """Build a Mamba-2 mixer, divided by groups along the mesh axis `tensor`.
+    """Build a Mamba-2 mixer, sharded by groups along the mesh axis `tensor`.
 
     Args:
       config: sizes of the whole mixer.
