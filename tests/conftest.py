@@ -214,8 +214,12 @@ def pytest_addoption(parser):
 
 
 # Modules that take 8 s or more, from the longest on. They run first, so that no worker begins one
-# of them when the others are done. The order of all other modules does not matter.
+# of them when the others are done. The order of all other modules does not matter. The first three
+# are long by their slow tests: one worker runs all notebooks, which takes 5 minutes.
 LONG_MODULES = (
+    "test_notebooks.py",
+    "test_published_sizes.py",
+    "test_w4a4_quality.py",
     "test_architectures.py",
     "test_default_dtype.py",
     "test_long_text.py",
@@ -278,8 +282,9 @@ def pytest_ignore_collect(collection_path, config):
 
 def _why_skipped(item):
     """Return a marker of `item` that this machine lacks and why, or None if the test can run."""
+    own = {marker.name for marker in item.iter_markers()}
     for marker in MARKERS:
-        if item.get_closest_marker(marker) and (why := _why_absent(marker)):
+        if marker in own and (why := _why_absent(marker)):
             return marker, why
     return None
 

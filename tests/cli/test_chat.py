@@ -105,13 +105,11 @@ def test_wrong_variables(given, message):
         read_variables(["a=1", given])
 
 
-def test_a_wrong_variable_ends_the_command():
+def test_a_wrong_variable_ends_the_command(run):
     """It is refused before anything is loaded."""
-    command = [sys.executable, "-m", "jax_nvfp4_moe", "chat", "nowhere", "--template-variable", "a"]
-    quiet = {"capture_output": True, "text": True, "check": False, "stdin": subprocess.DEVNULL}
-    done = subprocess.run(command, **quiet)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --template-variable: expected NAME=VALUE"), done.stderr
+    status, out, err = run("chat", "nowhere", "--template-variable", "a")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: --template-variable: expected NAME=VALUE"), err
 
 
 def test_without_a_template_the_text_goes_on():
