@@ -29,14 +29,8 @@ from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.experts import check_experts
-from jax_nvfp4_moe.parallel.shard_spec import (
-    ShardSpec,
-    join_layouts,
-    mark,
-    module_axes,
-    take_scales,
-    take_shard,
-)
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, join_layouts, take_scales, take_shard
+from jax_nvfp4_moe.parallel.sharded_variable import mark, module_axes
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
 # Whether a linear has a bias. None takes one if the file has it. So does "denied", with a warning,

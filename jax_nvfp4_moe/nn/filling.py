@@ -12,7 +12,8 @@ from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, replicate
 from jax_nvfp4_moe.parallel.experts import shard_experts
-from jax_nvfp4_moe.parallel.shard_spec import axis_spec, module_axes
+from jax_nvfp4_moe.parallel.shard_spec import axis_spec
+from jax_nvfp4_moe.parallel.sharded_variable import module_axes
 from jax_nvfp4_moe.parallel.streaming import chunk_size, join_chunks
 
 

@@ -9,7 +9,8 @@ from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.linear.scaled_linear import ScaledLinear
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
-from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, mark
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.sharded_variable import mark
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 

@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh
-from jax_nvfp4_moe.parallel.shard_spec import axis_spec, find_layout, sharded_axes
+from jax_nvfp4_moe.parallel.shard_spec import axis_spec
+from jax_nvfp4_moe.parallel.sharded_variable import find_layout, sharded_axes
 
 _SPECS = "partition_specs"  # the name under which a variable stores a specification of each array
 

@@ -21,9 +21,8 @@ from jaxtyping import Array, Float, Int
 from jax_nvfp4_moe.backends.moves import read_rows
 from jax_nvfp4_moe.parallel.dispatch import share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
-from jax_nvfp4_moe.parallel.shard_spec import (
-    ShardLayout,
-    axis_spec,
+from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, axis_spec
+from jax_nvfp4_moe.parallel.sharded_variable import (
     find_layout,
     module_axes,
     sharded_axes,

@@ -15,7 +15,7 @@ from unquantized import first_layer_dequantized
 
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.parallel.shard_order import to_one_device
-from jax_nvfp4_moe.parallel.shard_spec import find_layout
+from jax_nvfp4_moe.parallel.sharded_variable import find_layout
 
 pytestmark = pytest.mark.eight_devices
 

@@ -19,7 +19,8 @@ from jax_nvfp4_moe import NVFP4MoE, Target, ops
 from jax_nvfp4_moe.backends.conversion import forget_reports
 from jax_nvfp4_moe.parallel import run_sharded
 from jax_nvfp4_moe.parallel.shard_order import join_shards
-from jax_nvfp4_moe.parallel.shard_spec import array_layouts, find_layout
+from jax_nvfp4_moe.parallel.shard_spec import array_layouts
+from jax_nvfp4_moe.parallel.sharded_variable import find_layout
 from jax_nvfp4_moe.testing import random_moe_params
 
 pytestmark = pytest.mark.eight_devices

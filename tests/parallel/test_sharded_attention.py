@@ -20,7 +20,7 @@ from jax_nvfp4_moe.models.gemma4 import DenseMLP
 from jax_nvfp4_moe.nn.attention.grouped_query import Attention
 from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP
 from jax_nvfp4_moe.parallel import ExpertMesh
-from jax_nvfp4_moe.parallel.shard_spec import sharded_axes
+from jax_nvfp4_moe.parallel.sharded_variable import sharded_axes
 
 pytestmark = [pytest.mark.slow, pytest.mark.eight_devices]
 

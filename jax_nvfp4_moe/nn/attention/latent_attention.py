@@ -31,7 +31,8 @@ from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
 from jax_nvfp4_moe.ops.latents import prepare_latents
-from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.sharded_variable import find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 

@@ -49,7 +49,7 @@ from jax_nvfp4_moe.parallel.expert_specs import expert_specs
 from jax_nvfp4_moe.parallel.experts import convert_shards, expert_layout
 from jax_nvfp4_moe.parallel.partition_specs import note_specs
 from jax_nvfp4_moe.parallel.placement import ExpertSlots, to_physical_ids
-from jax_nvfp4_moe.parallel.shard_spec import find_layout, mark
+from jax_nvfp4_moe.parallel.sharded_variable import find_layout, mark
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Plan, Scheme, Target
 
 AnyExperts = MoEParams | DenseExperts

@@ -18,7 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, LAYOUTS
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel.shard_order import is_tensor, to_one_device, to_shards
-from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, find_layout
+from jax_nvfp4_moe.parallel.shard_spec import ShardLayout
+from jax_nvfp4_moe.parallel.sharded_variable import find_layout
 
 TREE = "tree"  # name of the single entry of a tree that is not a module
 
