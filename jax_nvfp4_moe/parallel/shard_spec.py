@@ -14,14 +14,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import GROUP, FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
-from jax_nvfp4_moe.parallel.sharded_variable import METADATA, ShardedParam
 
 Axis = Literal["rows", "columns"]
 
@@ -34,7 +32,7 @@ class ShardSpec(NamedTuple):
       parts: number of parts. If it is below the number of shards, several shards hold the same
         part.
       segments: proportions of the segments along the axis, such as queries, keys and values; each
-        segment is sharded into parts. One segment by default.
+        segment has as many parts. One segment by default.
     """
 
     axis: Axis
@@ -129,25 +127,6 @@ def join_layouts(
     return ShardLayout("rows", tuple(segments), shards)
 
 
-def mark(variable: nnx.Variable | None, layout: ShardLayout | None) -> Any:
-    """Return a variable that stores how its global array is sharded.
-
-    Args:
-      variable: an `nnx.Param`, a `ShardedVariable`, or None, which is returned.
-      layout: how the array is sharded. None returns the variable as it is.
-    """
-    if variable is None or layout is None:
-        return variable
-    metadata = variable.get_metadata() | {METADATA: layout}
-    kind = ShardedParam if type(variable) is nnx.Param else type(variable)
-    return kind.from_metadata(variable.get_raw_value(), metadata)
-
-
-def find_layout(variable: nnx.Variable) -> ShardLayout | None:
-    """Return how a variable is sharded; None if it is replicated."""
-    return variable.get_metadata(METADATA, None)
-
-
 def array_layouts(value: Any, layout: ShardLayout | None) -> Any:
     """Return `value` with each array replaced by its `ArrayLayout`.
 
@@ -188,29 +167,6 @@ def _matrix_layouts(value, layout, first: int):
         scale = sharded if rows or value.has_groups else ArrayLayout()
         return dataclasses.replace(value, values=sharded, scale=scale)
     return sharded
-
-
-def sharded_axes(variable: nnx.Variable) -> list[int | None]:
-    """Return the sharded axis of each array of a variable; None for replicated arrays."""
-    made = array_layouts(variable.get_value(), find_layout(variable))
-    return [one.axis for one in jax.tree.leaves(made)]
-
-
-def variables(module: Any) -> list[nnx.Variable]:
-    """Return the variables of a module in the order of its leaves."""
-    return jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-
-
-def module_axes(module: Any) -> list[int | None]:
-    """Return the sharded axis of each leaf of a module, in the order of `jax.tree.leaves`.
-
-    Raises:
-      TypeError: if a leaf is not in an `nnx.Variable`.
-    """
-    found = variables(module)
-    if not all(isinstance(one, nnx.Variable) for one in found):
-        raise TypeError("module: expected every array in an nnx.Variable, got a plain array")
-    return [axis for variable in found for axis in sharded_axes(variable)]
 
 
 def axis_spec(expert_mesh: ExpertMesh, axis: int | None, rows: str | None = None) -> PartitionSpec:

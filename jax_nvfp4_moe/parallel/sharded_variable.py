@@ -6,18 +6,17 @@ would restore rows in a wrong order. The path of a sharded value therefore names
 mesh shards a variable, the path is that of any `nnx.Variable`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from flax import nnx
 
-if TYPE_CHECKING:
-    from jax_nvfp4_moe.parallel.shard_spec import ShardLayout
+from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, array_layouts
 
-METADATA = "shard"  # the name under which a variable stores its `shard_spec.ShardLayout`
+_METADATA = "shard"  # the name under which a variable stores its `ShardLayout`
 
 
-def name_of_order(layout: "ShardLayout | None") -> str:
+def _name_of_order(layout: ShardLayout | None) -> str:
     """Return what the name of a value in the order of a `ShardLayout` ends in; nothing for None."""
     if layout is None:
         return ""
@@ -38,7 +37,7 @@ def _flatten(variable):
 def _flatten_with_key(variable):
     """Return the value of a variable with its key, and its metadata."""
     (value,), static = _flatten(variable)
-    name = "value" + name_of_order(variable.get_metadata(METADATA, None))
+    name = "value" + _name_of_order(find_layout(variable))
     return ((jax.tree_util.GetAttrKey(name), value),), static
 
 
@@ -62,7 +61,7 @@ class ShardedVariable:
         Raises:
           ValueError: the value is sharded in another way. Its rows would be in a wrong order.
         """
-        own, given = (one.get_metadata(METADATA, None) for one in (self, variable_state))
+        own, given = map(find_layout, (self, variable_state))
         if own != given:
             raise ValueError(
                 f"state: expected a value {_in_words(own)}, because the module that is updated has "
@@ -74,3 +73,45 @@ class ShardedVariable:
 
 class ShardedParam(ShardedVariable, nnx.Param):
     """An `nnx.Param` that a mesh shards; a parameter that no mesh shards is an `nnx.Param`."""
+
+
+def mark(variable: nnx.Variable | None, layout: ShardLayout | None) -> Any:
+    """Return a variable that stores how its global array is sharded.
+
+    Args:
+      variable: an `nnx.Param`, a `ShardedVariable`, or None, which is returned.
+      layout: how the array is sharded. None returns the variable as it is.
+    """
+    if variable is None or layout is None:
+        return variable
+    metadata = variable.get_metadata() | {_METADATA: layout}
+    kind = ShardedParam if type(variable) is nnx.Param else type(variable)
+    return kind.from_metadata(variable.get_raw_value(), metadata)
+
+
+def find_layout(variable: nnx.Variable) -> ShardLayout | None:
+    """Return how a variable is sharded; None if it is replicated."""
+    return variable.get_metadata(_METADATA, None)
+
+
+def sharded_axes(variable: nnx.Variable) -> list[int | None]:
+    """Return the sharded axis of each array of a variable; None for replicated arrays."""
+    made = array_layouts(variable.get_value(), find_layout(variable))
+    return [one.axis for one in jax.tree.leaves(made)]
+
+
+def variables(module: Any) -> list[nnx.Variable]:
+    """Return the variables of a module in the order of its leaves."""
+    return jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def module_axes(module: Any) -> list[int | None]:
+    """Return the sharded axis of each leaf of a module, in the order of `jax.tree.leaves`.
+
+    Raises:
+      TypeError: if a leaf is not in an `nnx.Variable`.
+    """
+    found = variables(module)
+    if not all(isinstance(one, nnx.Variable) for one in found):
+        raise TypeError("module: expected every array in an nnx.Variable, got a plain array")
+    return [axis for variable in found for axis in sharded_axes(variable)]

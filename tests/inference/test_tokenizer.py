@@ -1,4 +1,4 @@
-"""Tokenizer, stop ids and chat templates of checkpoint folders."""
+"""Test tokenizers: text and ids, stop ids, and files that are wrong or missing."""
 
 import json
 
@@ -11,21 +11,6 @@ from support.files.given import EXAMPLE
 from jax_nvfp4_moe import CheckpointError
 from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids
 from jax_nvfp4_moe.inference.tokenizer import Tokenizer, load_tokenizer
-
-MESSAGES = [{"role": "user", "content": "Wie <geht>'s?"}]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (tmp_path / name).write_bytes((EXAMPLE / name).read_bytes())
-    return tmp_path
-
-
-def with_template(folder, template):
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    return load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("text", ["import jax\n", "naïve 漢字 🙂\n\tx", ""])
@@ -129,19 +114,6 @@ def test_the_model_finds_the_end_that_the_tokenizer_has(folder):
 
 
 @pytest.mark.parametrize(
-    "vocabulary", [{"a": 4, "</s>": 7}, [["a", -1.0], ["b", -2.0], ["</s>", -3.0]]]
-)
-def test_the_end_in_vocabularies_without_added_tokens(tmp_path, vocabulary):
-    files = {
-        "tokenizer.json": {"added_tokens": None, "model": {"vocab": vocabulary}},
-        "tokenizer_config.json": {"eos_token": "</s>"},
-    }
-    for name, contents in files.items():
-        (tmp_path / name).write_text(json.dumps(contents))
-    assert read_end_of_text(tmp_path) == ((7,) if isinstance(vocabulary, dict) else (2,))
-
-
-@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("tokenizer.json", "{"),
@@ -203,16 +175,6 @@ def test_stop_ids_are_those_of_all_files(folder):
     assert load_tokenizer(folder).stop_ids == (6, 0)
 
 
-def test_the_end_in_the_map_of_special_tokens(folder):
-    (folder / "generation_config.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-    assert load_tokenizer(folder).stop_ids == ()
-    end = {"content": "return", "lstrip": False, "normalized": False}
-    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": end}))
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.stop_ids == (tokenizer.encoder.token_to_id("return"),)
-
-
 @pytest.mark.parametrize("value", ["0", 1.0, True, [[1]], {"a": 1}, -2, 2**31, [1, "2"]])
 def test_stop_ids_of_a_wrong_type(folder, value):
     (folder / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": value}}))
@@ -220,13 +182,6 @@ def test_stop_ids_of_a_wrong_type(folder, value):
         CheckpointError, match=r"config\.json: text_config\.eos_token_id: expected a"
     ):
         load_tokenizer(folder)
-
-
-def with_files(folder, **files):
-    """Write JSON files into a folder, and load its tokenizer."""
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
@@ -260,100 +215,20 @@ def with_files(folder, **files):
         ("added_tokens", {"<x>": "1"}, r"added_tokens\.json: '<x>': expected a token id"),
     ],
 )
-def test_wrong_contents_are_refused_by_name(folder, name, content, message):
+def test_wrong_contents_are_refused_by_name(load_with, name, content, message):
     with pytest.raises(CheckpointError, match=message):
-        with_files(folder, **{name: content})
+        load_with(**{name: content})
 
 
-def test_tokens_as_plain_objects(folder):
-    """transformers refuses these; their meaning is plain."""
-    config = {"eos_token": {"content": "return"}, "extra_special_tokens": [{"content": "<x>"}]}
-    tokenizer = with_files(folder, tokenizer_config=config)
-    assert tokenizer.special == {"eos_token": "return"}
-    assert tokenizer.encode("<x>").tolist() == [4096]
-    assert tokenizer.decode([4096]) == ""
-
-
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"config": {"vocab_size": 4096}}, ["config.json: vocab_size is 4096", "'<x>'"]),
-        ({"tokenizer_config": {"add_bos_token": True, "bos_token": "<x>"}}, ["add_bos_token"]),
-        ({"tokenizer_config": {"tokenizer_class": "BertTokenizer"}}, ["BertTokenizer"]),
-        (
-            {"tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer"}},
-            ["normalizer and pre_tokenizer", "Qwen2Tokenizer", 'tokenizer_class to "Tokenizers'],
-        ),
-        ({"tokenizer_config": {"auto_map": {"AutoTokenizer": ["a.B"]}}}, ["auto_map", "never run"]),
-        ({"tokenizer_config": {"fix_mistral_regex": True}}, ["fix_mistral_regex"]),
-        (
-            {"tokenizer_config": {"added_tokens_decoder": {"5000": {"content": "<y>"}}}},
-            ["'<y>' (4096, not 5000)"],
-        ),
-        (
-            {"tokenizer_config": {"added_tokens_decoder": {}, "eos_token": "<x>"}},
-            ["eos_token is '<x>', and special_tokens_map.json has 'return'"],
-        ),
-        (
-            {"tokenizer_config": {"eos_token": "<x>"}},
-            ["eos_token is '<x>', and special_tokens_map.json has 'return'; the latter"],
-        ),
-        (
-            {"chat_template": {"chat_template": "a"}, "tokenizer_config": {"chat_template": "b"}},
-            ["tokenizer_config.json and chat_template.json hold different chat templates"],
-        ),
-        (
-            {"added_tokens": {"<y>": 4096}, "tokenizer_config": {"added_tokens_decoder": {}}},
-            ["added_tokens.json: '<y>'"],
-        ),
-    ],
-)
-def test_differences_between_the_files_are_said(folder, caplog, files, words):
-    given = {"special_tokens_map": {"eos_token": "return", "pad_token": "<x>"}} | files
-    with_files(folder, **given)
-    assert all(word in caplog.text for word in words), caplog.text
-
-
-@pytest.mark.parametrize(
-    ("name", "asked", "said"),
-    [
-        ("pieces, generic", {"add_bos_token": False}, "add_bos_token is false, and the post_proc"),
-        ("pieces, generic", {"add_bos_token": True, "add_eos_token": False}, ""),
-        ("pieces, generic", {"add_eos_token": True}, "tokenizer.json does not add '</s>'"),
-        ("begins and ends", {"add_bos_token": True}, ""),
-        ("unigram", {"add_bos_token": True, "add_eos_token": False}, ""),  # it has no bos_token
-    ],
-)
-def test_what_stands_around_a_text_is_compared(tmp_path, caplog, name, asked, said):
-    variant = folders.VARIANTS[name]
-    folders.write(variant._replace(config={**variant.config, **asked}), tmp_path)
-    load_tokenizer(tmp_path)
-    assert said in caplog.text
-    assert bool(said) == bool(caplog.text)
-
-
-def test_files_that_agree_say_nothing(folder, caplog):
-    with_files(
-        folder,
-        tokenizer_config={"eos_token": "<|endoftext|>", "add_bos_token": False, "bos_token": None},
-        special_tokens_map={"eos_token": {"content": "<|endoftext|>", "lstrip": False}},
-        added_tokens={"<|endoftext|>": 0},
-        config={"vocab_size": 4096},
-        generation_config={"eos_token_id": [0]},
-    )
-    load_tokenizer(EXAMPLE)
-    assert caplog.text == ""
-
-
-def test_a_model_whose_files_name_a_wrong_class(folder, caplog):
+def test_a_model_whose_files_name_a_wrong_class(folder, load_with, caplog):
     """vLLM reads tokenizer.json of Step-3.7 as it is, and so does transformers on the Hub."""
     text = "don't  12 x"
     expected = load_tokenizer(folder).encode(text)
     config = {"tokenizer_class": "GPT2Tokenizer"}
-    changed = with_files(folder, tokenizer_config=config, config={"model_type": "qwen3_moe"})
+    changed = load_with(tokenizer_config=config, config={"model_type": "qwen3_moe"})
     assert changed.encode(text).tolist() != expected.tolist()
     caplog.clear()
-    right = with_files(folder, tokenizer_config=config, config={"model_type": "step3p7"})
+    right = load_with(tokenizer_config=config, config={"model_type": "step3p7"})
     np.testing.assert_array_equal(right.encode(text), expected)
     assert caplog.text == ""
 
@@ -363,111 +238,6 @@ def test_published_shapes_say_nothing(tmp_path, caplog):
     folders.write(folders.VARIANTS["Qwen 3"], tmp_path)
     load_tokenizer(tmp_path)
     assert caplog.text == ""
-
-
-def test_a_chat_template(folder):
-    tokenizer = with_template(
-        folder,
-        "{{ bos_token }}{% for m in messages %}\n"
-        "  {% if m.role == 'user' %}\n"
-        "[{{ m.role }}] {{ m.content }} {{ m | tojson }}\n"
-        "  {% endif %}\n"
-        "{% endfor %}\n"
-        "{% if add_generation_prompt %}{% generation %}[bot]{% endgeneration %}{% endif %}",
-    )
-    text = tokenizer.chat(MESSAGES)
-    assert text == (
-        '<|endoftext|>[user] Wie <geht>\'s? {"role": "user", "content": "Wie <geht>\'s?"}\n[bot]'
-    )
-
-
-def test_a_template_file_comes_first(folder):
-    (folder / "chat_template.jinja").write_text("file")
-    assert with_template(folder, "config").chat(MESSAGES) == "file"
-
-
-def test_named_templates(folder):
-    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
-    assert with_template(folder, named).chat(MESSAGES) == "y"
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{% if %}", "TemplateSyntaxError"),
-        ("{{ messages.append(1) }}", "SecurityError"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-        ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "SecurityError"),
-        ("{{ range(10 ** 9) | list }}", "OverflowError"),
-        ("{{ messages[5].role.x }}", "UndefinedError"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
-    ],
-)
-def test_templates_that_fail(folder, template, message):
-    with pytest.raises(CheckpointError, match=message):
-        with_template(folder, template).chat(MESSAGES)
-
-
-def test_no_template():
-    with pytest.raises(CheckpointError, match="no chat template"):
-        load_tokenizer(EXAMPLE).chat(MESSAGES)
-
-
-def test_templates_of_processors_come_last(folder):
-    """transformers' processors read them, and its tokenizers do not."""
-    assert with_files(folder, processor_config={"chat_template": "p"}).chat(MESSAGES) == "p"
-    assert with_files(folder, chat_template={"chat_template": "j"}).chat(MESSAGES) == "j"
-    (folder / "chat_template.jinja").write_text("f")
-    assert load_tokenizer(folder).chat(MESSAGES) == "f"
-
-
-def test_a_template_outside_of_the_folder(folder):
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "rag.jinja").symlink_to("/etc/hostname")
-    with pytest.raises(CheckpointError, match="outside the checkpoint's folder"):
-        load_tokenizer(folder)
-
-
-def test_tools_choose_their_template(folder):
-    tokenizer = with_template(
-        folder,
-        [{"name": "tool_use", "template": "t{{ tools }}"}, {"name": "default", "template": "d"}],
-    )
-    assert tokenizer.chat(MESSAGES, tools=[{"a": 1}]) == "t[{'a': 1}]"
-    assert tokenizer.chat(MESSAGES, documents=[{"a": 1}]) == "d"
-    assert tokenizer.template == "d"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tools": [len]}, "tools: expected None or a list of dictionaries"),
-        ({"tools": "x"}, "tools: expected None or a list of dictionaries"),
-        ({"documents": ["x"]}, "documents: expected None or a list of dictionaries"),
-        ({"messages": []}, "messages: expected at least one"),
-        ({"messages": ["hi"]}, "messages: expected dictionaries"),
-    ],
-)
-def test_wrong_arguments_of_chat(folder, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        with_template(folder, "x").chat(**{"messages": MESSAGES, **arguments})
-
-
-def test_templates_see_plain_data(folder):
-    """The sandbox does not know which methods of other objects do harm."""
-
-    class Text(str):
-        def leak(self):
-            return "leaked"
-
-    message = {"role": "user", "content": Text("x"), "picture": np.zeros(3), "n": np.int32(4)}
-    tokenizer = with_template(
-        folder, "{% for key, value in messages[0].items() %}{{ key }}={{ value }} {% endfor %}"
-    )
-    assert tokenizer.chat([message]) == "role=user content=x picture=<ndarray> n=4 "
-    tokenizer = with_template(folder, "{{ messages[0].content.leak is defined }}{{ extra }}")
-    assert tokenizer.chat([message], extra=(1, np.float32(2))) == "False(1, 2.0)"
 
 
 def test_folders_without_a_tokenizer(folder, tmp_path):
