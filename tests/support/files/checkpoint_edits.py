@@ -8,8 +8,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from support.files.given import CHECKPOINTS, EXAMPLE
+from support.kernels.float64_layer import CODE_VALUES, unpack
 
-import jax_nvfp4_moe
 from jax_nvfp4_moe.checkpoint import (
     CheckpointError,
     LoadOptions,
@@ -23,15 +24,13 @@ from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
-GIVEN = pathlib.Path(__file__).parents[2] / "checkpoints"
+GIVEN, TINY = CHECKPOINTS, EXAMPLE
 QWEN = ("qwen3moe-modelopt-w4a4", "qwen3moe-modelopt-w4a16", "qwen3moe-ct-w4a4")
 W4A4, W4A16, CT = QWEN
 DEEPSEEK = "deepseekv3-modelopt-w4a4"
-TINY = pathlib.Path(jax_nvfp4_moe.__file__).parent / "examples" / "tiny-python-moe"
 EXPERTS = "model.layers.1.mlp.experts"
 MOE = LoadOptions(only="model.layers.1.mlp")
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-E2M1 = np.concatenate([E2M1, -E2M1])
+E2M1 = CODE_VALUES.astype(np.float32)
 
 
 class ExpertWeights(NamedTuple):
@@ -77,32 +76,22 @@ def edited(tmp_path, name, edit, **config):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     write_safetensors(folder / "model.safetensors", tensors)
-    for file in ("config.json", "hf_quant_config.json"):
-        if (GIVEN / name / file).exists():
-            shutil.copy(GIVEN / name / file, folder)
-    for file, key in (
-        ("config.json", "quantization_config"),
-        ("hf_quant_config.json", "quantization"),
-    ):
-        if config and (folder / file).exists():
-            contents = json.loads((folder / file).read_text())
-            contents[key] |= config
-            (folder / file).write_text(json.dumps(contents))
+    keys = {"config.json": "quantization_config", "hf_quant_config.json": "quantization"}
+    for given in filter(pathlib.Path.exists, (GIVEN / name / file for file in keys)):
+        contents = json.loads(given.read_text())
+        if config:
+            contents[keys[given.name]] |= config
+        (folder / given.name).write_text(json.dumps(contents))
     return folder
 
 
 def build_model(w):
     """Ask the table `w` for all weights of the small Qwen3 checkpoints."""
-    linear = {
-        "q_proj": (256, 256),
-        "k_proj": (128, 256),
-        "v_proj": (128, 256),
-        "o_proj": (256, 256),
-    }
+    widths = {"q_proj": 256, "k_proj": 128, "v_proj": 128, "o_proj": 256}
     built = [w.array("model.embed_tokens.weight", (512, 256)), w.linear("lm_head", 512, 256)]
     built.append(w.array("model.norm.weight", (256,)))
     for prefix in ("model.layers.0", "model.layers.1"):
-        built += [w.linear(f"{prefix}.self_attn.{name}", *nk) for name, nk in linear.items()]
+        built += [w.linear(f"{prefix}.self_attn.{name}", n, 256) for name, n in widths.items()]
         built += [w.array(f"{prefix}.self_attn.{x}_norm.weight", (64,)) for x in "qk"]
         built += [
             w.array(f"{prefix}.{name}.weight", (256,))
@@ -132,13 +121,12 @@ def problems_of(folder, build=build_model, options=None, run=check):
 def tool_weight(tensors, module, divides):
     """Return the weight as the tool that wrote the file dequantizes it."""
     packed = tensors[f"{module}.weight{'_packed' if divides else ''}"]
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
     scale = tensors[f"{module}.weight_scale"].astype(np.float32)
     if divides:
         scale = scale / tensors[f"{module}.weight_global_scale"]
     else:
         scale = scale * tensors[f"{module}.weight_scale_2"]
-    return E2M1[codes] * np.repeat(scale, 16, axis=-1)
+    return E2M1[unpack(packed)] * np.repeat(scale, 16, axis=-1)
 
 
 def remove_experts(tensors):

@@ -11,6 +11,7 @@ import re
 import ml_dtypes
 import numpy as np
 from support.files.checkpoint_edits import E2M1, tool_weight
+from support.kernels.float64_layer import unpack
 
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 
@@ -96,9 +97,8 @@ def store_mxfp4(tensors, decoded):
         scale *= tensors.pop(f"{module}.weight_scale_2")
         powers = np.floor(np.log2(scale[:, ::2]))  # the block of 32 takes that of its first half
         if decoded:
-            codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
             values = np.repeat(np.exp2(powers), 32, -1).astype(np.float32)
-            tensors[f"{module}.weight"] = E2M1[codes] * values
+            tensors[f"{module}.weight"] = E2M1[unpack(packed)] * values
         else:
             tensors[f"{module}.weight"] = packed.view(np.int8)
             tensors[f"{module}.scale"] = (powers + 127).astype(np.uint8).view(E8M0)

@@ -77,26 +77,14 @@ def write_variant(source, folder, name):
     return folder
 
 
-STARTS = (
-    "",
-    "import jax",
-    " x = 1  ",
-    f"{END}import jax",
-    f"{BEGIN}import jax",
-    "é\n\n\tλ",
-    "# a\n",
-)
+BEGUN = tuple(f"{name}import jax" for name in (END, BEGIN))
+STARTS = ("", "import jax", " x = 1  ", *BEGUN, "é\n\n\tλ", "# a\n")
 # `add_bos_token` and `prefix_token_id`. With True and a prefix, HFLM adds no bos_token to a text
 # that begins with the prefix, where `HarnessModel` adds it exactly once.
 OPTIONS = ((None, None), (True, None), (False, None), (None, 737), (False, 737))
 SCORED = (
-    ("plain", None),
-    ("plain", True),
-    ("bos", None),
-    ("bos", True),
-    ("bos", False),
-    ("adds_other_bos", None),
-    ("no_bos", None),
+    *(("plain", None), ("plain", True), ("bos", None), ("bos", True), ("bos", False)),
+    *(("adds_other_bos", None), ("no_bos", None)),
 )
 
 
@@ -187,49 +175,26 @@ def chats(lm):
     }
 
 
-def _task(name, kind, **entries):
+def _task(name, kind, *metrics, target="{{ends[0]}}", text="Complete: {{start}}", **entries):
     return {
-        "task": name,
-        "dataset_path": "json",
-        "test_split": "test",
-        "fewshot_split": "train",
-        "output_type": kind,
-        "doc_to_text": "Complete: {{start}}",
+        **{"task": name, "output_type": kind, "doc_to_text": text, "doc_to_target": target},
+        **{"dataset_path": "json", "test_split": "test", "fewshot_split": "train"},
         "fewshot_config": {"sampler": "first_n"},
+        "metric_list": [{"metric": metric} for metric in metrics],
         **entries,
     }
 
 
+def _writes(name, until, tokens, **entries):
+    how = {"until": until, "max_gen_toks": tokens}
+    return _task(name, "generate_until", "exact_match", generation_kwargs=how, **entries)
+
+
 TASKS = (
-    _task(
-        "choices",
-        "multiple_choice",
-        doc_to_choice="{{ends}}",
-        doc_to_target=0,
-        metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
-    ),
-    _task(
-        "writes",
-        "generate_until",
-        doc_to_target="{{ends[0]}}",
-        generation_kwargs={"until": ["\n", ")"], "max_gen_toks": 16},
-        metric_list=[{"metric": "exact_match"}],
-    ),
-    _task(
-        "continues",
-        "generate_until",
-        doc_to_target="{{ends[0]}}",
-        gen_prefix="# then",
-        generation_kwargs={"until": ["\n"], "max_gen_toks": 12},
-        metric_list=[{"metric": "exact_match"}],
-    ),
-    _task(
-        "texts",
-        "loglikelihood_rolling",
-        doc_to_text="",
-        doc_to_target="{{text}}",
-        metric_list=[{"metric": "byte_perplexity"}],
-    ),
+    _task("choices", "multiple_choice", "acc", "acc_norm", target=0, doc_to_choice="{{ends}}"),
+    _writes("writes", ["\n", ")"], 16),
+    _writes("continues", ["\n"], 12, gen_prefix="# then"),
+    _task("texts", "loglikelihood_rolling", "byte_perplexity", text="", target="{{text}}"),
 )
 ROWS = tuple(
     {"start": start, "ends": ends, "text": TEXT[300 * index : 300 * index + 280]}
@@ -243,27 +208,15 @@ ROWS = tuple(
     )
 )
 # Variant and options of `lm_eval.simple_evaluate`.
+_SYSTEM_TEXT = {"system_instruction": "Write Python."}
+_CHAT = {"apply_chat_template": True, "fewshot_as_multiturn": True}
 RUNS = {
     "plain": ("plain", {}),
     "few_shot": ("bos", {"num_fewshot": 2, "limit": 2, "gen_kwargs": "max_gen_toks=6"}),
-    "system": ("adds_other_bos", {"num_fewshot": 1, "system_instruction": "Write Python."}),
-    "chat": (
-        "chat",
-        {
-            "num_fewshot": 2,
-            "apply_chat_template": True,
-            "fewshot_as_multiturn": True,
-            "system_instruction": "Write Python.",
-        },
-    ),
-    "chat_in_one_turn": (
-        "strict_chat",
-        {"num_fewshot": 1, "apply_chat_template": True, "fewshot_as_multiturn": False},
-    ),
-    "named_chat": (
-        "named_chat",
-        {"apply_chat_template": "default", "system_instruction": "Write Python."},
-    ),
+    "system": ("adds_other_bos", {"num_fewshot": 1, **_SYSTEM_TEXT}),
+    "chat": ("chat", {"num_fewshot": 2, **_CHAT, **_SYSTEM_TEXT}),
+    "chat_in_one_turn": ("strict_chat", {"num_fewshot": 1, **_CHAT, "fewshot_as_multiturn": False}),
+    "named_chat": ("named_chat", {"apply_chat_template": "default", **_SYSTEM_TEXT}),
 }
 
 
@@ -276,24 +229,14 @@ def run_tasks(lm, folder, options):
     data.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
     files = {"data_files": {"train": str(data), "test": str(data)}}
     tasks = [task | {"dataset_kwargs": files} for task in TASKS]
-    found = lm_eval.simple_evaluate(
-        lm,
-        tasks=tasks,
-        task_manager=TaskManager(include_defaults=False),
-        bootstrap_iters=0,
-        **options,
-    )
+    own = {"tasks": tasks, "task_manager": TaskManager(include_defaults=False)}
+    found = lm_eval.simple_evaluate(lm, **own, bootstrap_iters=0, **options)
     assert found is not None
-    return {
-        task["task"]: {
-            "samples": [
-                [sample["arguments"], sample["resps"]] for sample in found["samples"][task["task"]]
-            ],
-            "metrics": {
-                name: value
-                for name, value in found["results"][task["task"]].items()
-                if isinstance(value, float)
-            },
+    answers = {}
+    for name in (task["task"] for task in TASKS):
+        metrics, samples = found["results"][name], found["samples"][name]
+        answers[name] = {
+            "samples": [[sample["arguments"], sample["resps"]] for sample in samples],
+            "metrics": {key: value for key, value in metrics.items() if isinstance(value, float)},
         }
-        for task in TASKS
-    }
+    return answers

@@ -14,6 +14,14 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
+def pick(values, ids):
+    return np.take_along_axis(values, ids, -1)
+
+
+def shares(w):
+    return w / w.sum(-1, keepdims=True)
+
+
 def top(values, k):
     return np.argsort(-values, axis=-1, kind="stable")[:, :k]
 
@@ -21,19 +29,18 @@ def top(values, k):
 def qwen3(x, bias):
     s = softmax(x)
     ids = top(s, 4)
-    w = np.take_along_axis(s, ids, -1)
-    return ids, w / w.sum(-1, keepdims=True)
+    return ids, shares(pick(s, ids))
 
 
 def unnormalized(x, bias):
     s = softmax(x)
     ids = top(s, 2)
-    return ids, np.take_along_axis(s, ids, -1)
+    return ids, pick(s, ids)
 
 
 def gpt_oss(x, bias):
     ids = top(x, 4)
-    return ids, softmax(np.take_along_axis(x, ids, -1))
+    return ids, softmax(pick(x, ids))
 
 
 def deepseek_v3(x, bias):
@@ -55,29 +62,23 @@ def deepseek_v3(x, bias):
 def kimi_k2(x, bias):
     s = sigmoid(x)
     ids = top(s + bias, 8)
-    w = np.take_along_axis(s, ids, -1)
-    return ids, 2.827 * w / w.sum(-1, keepdims=True)
+    return ids, 2.827 * shares(pick(s, ids))
 
 
 def deepseek_v4(x, bias):
     s = np.sqrt(np.log1p(np.exp(x)))
     ids = top(s + bias, 4)
-    w = np.take_along_axis(s, ids, -1)
-    return ids, w / w.sum(-1, keepdims=True)
+    return ids, shares(pick(s, ids))
 
 
 def llama4(x, bias):
     ids = top(x, 1)
-    return ids, sigmoid(np.take_along_axis(x, ids, -1))
+    return ids, sigmoid(pick(x, ids))
 
 
 FAMILIES = {
     "qwen3": (qwen3, Router(4), False),
-    "unnormalized": (
-        unnormalized,
-        Router(2, renormalize=False),
-        False,
-    ),
+    "unnormalized": (unnormalized, Router(2, renormalize=False), False),
     "gpt_oss": (gpt_oss, Router(4, select="logits"), False),
     "deepseek_v3": (
         deepseek_v3,
