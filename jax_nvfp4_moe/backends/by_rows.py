@@ -42,7 +42,7 @@ _NO_MESH = AbstractMesh((), ())
 _SUM = "+"
 # For each of several arrays, the names of its first dimensions. That of a sum ends with `_SUM`.
 _Rows = Sequence[tuple[str, ...]]
-# Name of a dimension -> the mesh axes that divide it.
+# Name of a dimension -> the mesh axes along which it is sharded.
 _Parts = Mapping[str, tuple[str, ...]]
 
 
@@ -86,7 +86,7 @@ def by_rows(run: Callable[..., Any], rule: str) -> Callable[..., Any]:
         traced = jaxpr_as_fun(closed)
         if closed.consts:  # The partitioner takes no function with constants, such as tables.
             traced, again = jax.jit(traced), jax.jit(again)
-        found = _divide(traced, again, rows, own)(*leaves)
+        found = _shard(traced, again, rows, own)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return call
@@ -135,7 +135,7 @@ def _name_rows(names, ndim):
     return () if names == ["-"] else tuple(names)
 
 
-def _divide(traced, again, rows: _Rows, results: _Rows):
+def _shard(traced, again, rows: _Rows, results: _Rows):
     """Return a function that devices run on the rows that they hold, also under `jax.vmap`.
 
     Args:
@@ -153,14 +153,14 @@ def _divide(traced, again, rows: _Rows, results: _Rows):
         name = (f"mapped{max(map(len, rows))}",)
         inner = [name + names if one else names for one, names in zip(batched, rows, strict=True)]
         outer = [name + names for names in results]
-        run = _divide(over(traced), over(again), inner, outer)
+        run = _shard(over(traced), over(again), inner, outer)
         return run(*leaves), [True] * len(outer)
 
     return mapped
 
 
 def _partition(traced, again, rows: _Rows, results: _Rows):
-    """Return a function with a rule for XLA's partitioner; the arguments are those of `_divide`."""
+    """Return a function with a rule for XLA's partitioner; the arguments are those of `_shard`."""
 
     def partition(mesh, operands, returned):
         parts = _find_parts(rows, _read_specs(mesh, operands), mesh)
@@ -186,14 +186,14 @@ def _partition(traced, again, rows: _Rows, results: _Rows):
         return SdyShardingRule(*mappings, need_replication_factors=whole)
 
     # The partitioner finds positional arguments by the signature of the function.
-    divided = custom_partitioning(lambda *leaves: list(traced(*leaves)))
-    divided.def_partition(
+    sharded = custom_partitioning(lambda *leaves: list(traced(*leaves)))
+    sharded.def_partition(
         partition,
         infer_sharding_from_operands=infer,
         sharding_rule=rule,
         decode_shardings=False,  # JAX fails for those that are not along whole axes of a mesh.
     )
-    return divided
+    return sharded
 
 
 def _run_part(again, results: _Rows, parts: _Parts, *leaves):
@@ -220,7 +220,7 @@ def _read_specs(mesh, operands):
 def _read_spec(mesh, sharding, ndim) -> PartitionSpec:
     """Return the specification of a sharding along axes of a mesh.
 
-    It is that of a replicated array if there is none: if the sharding divides an axis of the mesh
+    It is that of a replicated array if there is none: if the sharding splits an axis of the mesh
     between two dimensions, or if the program has Manual axes beside Auto ones.
     """
     names = [name for name, size in mesh.shape.items() if size > 1]
@@ -230,7 +230,7 @@ def _read_spec(mesh, sharding, ndim) -> PartitionSpec:
 
 
 def _list_specs(names, ndim):
-    """Yield all ways in which mesh axes with these names can divide an array."""
+    """Yield all ways in which mesh axes with these names can shard an array."""
     if not ndim:
         yield ()
         return
@@ -241,9 +241,9 @@ def _list_specs(names, ndim):
 
 
 def _find_parts(rows: _Rows, specs, mesh) -> _Parts:
-    """Return how a mesh divides the rows.
+    """Return how a mesh shards the rows.
 
-    Rows that the mesh does not divide into equal parts are gathered. XLA would fill up the last
+    Rows whose shards would not be equal are gathered. XLA would fill up the last
     part, and a sum over all rows would add what it is filled with.
 
     Args:

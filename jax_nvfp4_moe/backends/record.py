@@ -90,8 +90,8 @@ class Backend:
       layout: name of the layout in which it reads weights; canonical by default.
       status: on which hardware it has been executed (default), emulated or only compiled.
       slow: ops for which an automatic choice of this record is worth a warning.
-      divides_itself: whether XLA divides the operands of its lowerings among devices by itself.
-        False (default) if devices run it on the rows that they hold.
+      sharded_by_xla: whether XLA shards the operations of its lowerings. False (default) if each
+        device runs them on the rows that it holds.
       notes: function of a problem that says which kernels run where a user may expect others.
     """
 
@@ -110,7 +110,7 @@ class Backend:
     layout: str = CANONICAL
     status: str = "executed"
     slow: frozenset[str] = frozenset()
-    divides_itself: bool = False
+    sharded_by_xla: bool = False
     notes: Callable[[Problem], tuple[str, ...]] = no_notes
 
     @property

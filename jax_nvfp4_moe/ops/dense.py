@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +50,19 @@ def dense(
       ``[..., n]`` in `dtype`.
     """
     (n, k), dtype = weight.shape, jnp.dtype(dtype)
-    facts = {"dtype": x.dtype.name, "weight_dtype": weight.dtype.name}
-    facts |= {"hidden": k, "intermediate": n}
-    facts["sizes"] = {"rows": math.prod(x.shape[:-1]), "inputs": k, "outputs": n}
+    facts: dict[str, Any] = {
+        "dtype": x.dtype.name,
+        "weight_dtype": weight.dtype.name,
+        "hidden": k,
+        "intermediate": n,
+        "sizes": {"rows": math.prod(x.shape[:-1]), "inputs": k, "outputs": n},
+    }
     rule: str | None = "... _, -, - -> ... _"
     if target is None:
         lower = lower_anywhere("dense", **facts)
     else:
         plan = find_plan("dense", target=target, **facts)
-        lower, rule = plan.lower, None if plan.backend.divides_itself else rule
+        lower, rule = plan.lower, None if plan.backend.sharded_by_xla else rule
     if lower is multiply:
         return multiply(x, weight, bias, dtype)
     return with_derivative_of(multiply, lower, rule, dtype=dtype)(x, weight, bias)
@@ -314,7 +319,7 @@ XLA_FORMS = (
         dtypes=HALVES[:1],
         weight_dtypes={"bfloat16": ("float32",)},
         limits={"rows": range(_FEW_ROWS + 1, OPEN)},
-        divides_itself=True,
+        sharded_by_xla=True,
     ),
     Backend(
         "xla_cpu",
@@ -323,7 +328,7 @@ XLA_FORMS = (
         dtypes=HALVES[:1],
         weight_dtypes={"bfloat16": ("bfloat16",)},
         limits={"rows": _SOME},
-        divides_itself=True,
+        sharded_by_xla=True,
     ),
     Backend(
         "xla_sum",
@@ -331,7 +336,7 @@ XLA_FORMS = (
         (Device("cuda"),),
         dtypes=None,
         limits={"rows": range(1, 2)},
-        divides_itself=True,
+        sharded_by_xla=True,
     ),
 )
 

@@ -26,8 +26,8 @@ def with_derivative_of(
       kernel: a function of the same arguments, with the same results up to rounding. It may be
         `reference` itself.
       rows: the rule of `backends.by_rows`, with an entry for each array given by position, and one
-        for all arrays given by name. None (default) for a kernel in operations that XLA divides by
-        itself. XLA divides the rows of the reference without a rule.
+        for all arrays given by name. None (default) for a kernel in operations that XLA shards by
+        itself. XLA shards the rows of the reference without a rule.
       **options: arguments of both that are no arrays.
 
     Returns:

@@ -62,7 +62,7 @@ def expand_values(
     Returns:
       ``[b, t, n, d]``. Gradients flow in plain XLA.
     """
-    facts = _facts(x, values, *values.shape[1:], 0) | {"target": target}
+    facts = _facts(x, values, values.shape[1], values.shape[2], 0) | {"target": target}
     return run("expand_values", (x, values), "b t, - -> b t", **facts)
 
 

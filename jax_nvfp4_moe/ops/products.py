@@ -23,7 +23,7 @@ def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
     """Multiply sorted rows by the weights of their groups, by `plan` or as `requested` says.
 
     `group_sizes` is None if there is one group, which has all rows. Kernels then need no tables,
-    and x is ``[..., k]``. Sorted rows cannot be divided among devices: which rows belong to which
+    and x is ``[..., k]``. Sorted rows cannot be sharded: which rows belong to which
     group is known only on the device.
     """
     check_floats(x=x)

@@ -50,8 +50,8 @@ def _join(name):
     return functools.reduce(operator.or_, (getattr(room, name, {}) for room in _ROOMS))
 
 
-# Operations of XLA itself, which it divides among devices by itself.
-XLA = Backend("xla", _join("OF_XLA"), dtypes=None, divides_itself=True)
+# Operations of XLA, which also shards them.
+XLA = Backend("xla", _join("OF_XLA"), dtypes=None, sharded_by_xla=True)
 # Every other op as it is defined, in plain JAX. It runs on any device.
 REFERENCE = Backend(
     "reference",

@@ -96,6 +96,6 @@ def run(
       What the lowering returns.
     """
     backend = find_plan(op, **facts).backend
-    own = None if backend.divides_itself else rows
+    own = None if backend.sharded_by_xla else rows
     lowered = with_derivative_of(find_meaning(op), backend.lower[op], own, **(options or {}))
     return lowered(*operands, **(named or {}))

@@ -116,7 +116,7 @@ def attention(
         operands += (k_scale, v_scale)
     scales = "" if k_scale is None else ", -, -"
     # The loop over the blocks that a query sees has no reverse mode either.
-    # Devices may also divide the queries of a row, each with all keys of the row.
+    # The queries of a row may be sharded too. Each device then has all keys of the row.
     rows = f"b t, {'b, ' * len(entries)}b t, -{scales} -> b t"
     return run(
         op,

@@ -141,7 +141,7 @@ def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: in
 
 
 def _record(name, devices, status, workspaces, *, layout="mma_64x64", **limits):
-    """Return the record of an expert layer and of the grouped GEMM beside it.
+    """Return the record of an expert layer and of a grouped GEMM.
 
     Args:
       name: name of the record.

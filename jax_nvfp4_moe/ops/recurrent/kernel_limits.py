@@ -4,7 +4,7 @@
 # a time.
 MOST, _FACTOR = 128, 4
 # Widths of the rows and columns of a state that a kernel takes.
-STATES = dict.fromkeys(
+STATES: dict[str, range] = dict.fromkeys(
     ("key width", "value width", "head width", "state width"), range(_FACTOR, MOST + 1, _FACTOR)
 )
 CHUNK, SMALL_CHUNK = 64, 32  # tokens in the chunks of a recurrence over a prompt
