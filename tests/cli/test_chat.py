@@ -232,27 +232,28 @@ def talk(tmp_path, capsys, monkeypatch):
 
 def test_a_chat_goes_on_when_the_context_is_full(talk):
     """A line that is too long, and an answer that ends because there is no room for more."""
-    long = b"a b c " * 40
-    status, out, err = talk(long + b"\nhi\nhi\nhi\nhi\n/reset\nhi\n", "--context", "40")
+    long, many = b"a b c " * 40, b"\nhi" * 5
+    status, out, err = talk(long + many + b"\n/reset\nhi\n", "--context", "48")
     assert status == 0
     assert len(out) >= 2
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) >= 2
     for line in errors:
-        assert "and a conversation has room for 40, with the answer" in line
+        assert "and a conversation has room for 48, with the answer" in line
         assert "Type /reset" in line
     assert err.index("Started a new conversation") > err.index(errors[-1])
 
 
 def test_an_answer_that_fills_the_context_says_so(talk):
-    status, _, err = talk(b"hi\n", "--context", "30", "--max-new-tokens", "900")
+    status, _, err = talk(b"hi\n", "--context", "48", "--max-new-tokens", "900")
     assert status == 0
-    assert "The context of 30 tokens is full, so the answer ends here. Type /reset" in err
+    assert "The context of 48 tokens is full, so the answer ends here. Type /reset" in err
 
 
 def test_a_chat_goes_on_when_the_template_fails_in_a_later_turn(talk):
     failing = "{% if messages[-1].content == 'no' %}{{ raise_exception('\x1b[31mno') }}{% endif %}"
-    status, out, err = talk(b"hi\nno\nhi\n/reset\nno\nhi\n", template=failing + TEMPLATE)
+    lines = b"hi\nno\nhi\n/reset\nno\nhi\n"
+    status, out, err = talk(lines, "--context", "48", template=failing + TEMPLATE)
     assert status == 0
     assert len(out) >= 3
     errors = [line for line in err.splitlines() if line.startswith("error: ")]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from given import EXAMPLE
+from support.files.given import EXAMPLE
 
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 

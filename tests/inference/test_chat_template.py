@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from given import EXAMPLE
+from support.files.given import EXAMPLE
 
 from jax_nvfp4_moe import CheckpointError
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import tokenizer_folders as folders
-from given import EXAMPLE
+from support.files import tokenizer_folders as folders
+from support.files.given import EXAMPLE
 
 from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from support.devices.host_devices import call
@@ -41,8 +42,10 @@ def test_the_command_writes_what_the_source_loads_as(tmp_path, capsys):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     given = reference_tensors(GPT_OSS)
     logits = np.asarray(call(ours, jnp.asarray(given["input_ids"], jnp.int32)))
-    rms = np.sqrt(np.mean(given["logits"] ** 2))
-    assert np.abs(logits - given["logits"]).max() < 1e-5 * rms
+    bound = 1e-5 * np.sqrt(np.mean(given["logits"] ** 2))
+    assert np.abs(logits - given["logits"]).max() < bound
+    rounded = logits.astype(ml_dtypes.bfloat16).astype(np.float32)  # negative control
+    assert np.abs(rounded - given["logits"]).max() > 100 * bound
 
 
 def test_all_other_tensors_stay_as_they_are(tmp_path):

@@ -77,6 +77,10 @@ def test_all_tensors_are_those_of_modelopt_to_the_byte(small):
     assert len(scales) == 16
     for name in scales:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+    # Negative control: a scale in the place of another one is found.
+    values = np.unique([theirs[name] for name in scales])
+    assert len(values) == 4  # of two layers with two products each
+    assert (np.diff(values) > 1e-4 * values[1:]).all()
 
 
 def test_the_source_has_blocks_that_tell_roundings_apart(small):

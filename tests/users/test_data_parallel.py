@@ -3,6 +3,7 @@
 These programs run on CPU devices or on GPUs, except one that needs eight devices.
 """
 
+import dataclasses
 import importlib.resources
 
 import jax
@@ -44,6 +45,7 @@ class Classifier(nnx.Module):
         return self.head(x + self.linear(x))
 
 
+@nnx.jit
 def train_step(model, optimizer, ids, labels):
     def loss(model):
         scores = model(ids)
@@ -66,9 +68,14 @@ def draw_batch():
 
 def test_training():
     ids, labels = draw_batch()
-    alone, optimizer = make()
-    expected = [float(nnx.jit(train_step)(alone, optimizer, ids, labels)) for _ in range(3)]
+    others = np.concatenate([0 * labels[:2], labels[2:]])
+    expected, wrong = (
+        [float(train_step(*alone, ids, given)) for _ in range(3)]
+        for alone, given in ((make(), labels), (make(), others))
+    )
     assert expected[2] < expected[0]
+    # Negative control: one of eight devices has wrong labels.
+    assert (np.abs(np.subtract(wrong, expected)) > 1e-4 * np.asarray(expected)).all()
 
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     model, optimizer = make()
@@ -76,11 +83,11 @@ def test_training():
     for part in (model, optimizer):
         nnx.update(part, jax.device_put(nnx.state(part), everywhere))
     batch = jax.device_put((ids, labels), NamedSharding(mesh, PartitionSpec("data")))
-    program = nnx.jit(train_step).lower(model, optimizer, *batch).compile().as_text()
+    program = train_step.lower(model, optimizer, *batch).compile().as_text()
     assert "all-reduce" in program  # gradients of parameters
     assert "all-gather" not in program
     assert "all-to-all" not in program
-    losses = [float(nnx.jit(train_step)(model, optimizer, *batch)) for _ in range(3)]
+    losses = [float(train_step(model, optimizer, *batch)) for _ in range(3)]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
@@ -105,8 +112,17 @@ def test_a_checkpoint_on_named_axes():
     assert logits.sharding.spec[0] == "dp"
     assert {leaf.sharding.spec[0] for leaf in jax.tree.leaves(cache)} == {"dp"}
     expected, _ = run(alone, ids, alone.init_cache(4, 8))
-    bound = 1e-5 * float(jnp.abs(expected).max())
-    np.testing.assert_allclose(np.asarray(logits), np.asarray(expected), rtol=0, atol=bound)
+    expected = np.asarray(expected)
+    bound = 1e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(logits), expected, rtol=0, atol=bound)
+    # Negative control: the products of one of the two devices along `ep` are lost in one layer.
+    parts = (part for _, part in nnx.iter_modules(alone))
+    experts = next(part for part in parts if isinstance(part, nvfp4.NVFP4Experts))
+    params = experts.params.get_value()
+    down = dataclasses.replace(params.down, global_scale=params.down.global_scale.at[::2].set(0))
+    experts.params.set_value(dataclasses.replace(params, down=down))
+    lost, _ = run(alone, ids, alone.init_cache(4, 8))
+    assert np.abs(np.asarray(lost) - expected).max() > 100 * bound
 
 
 def test_generation():

@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_the_dequantized_experts():
         y = nvfp4.ops.moe_mlp(x * scale, params, ids, weights, scheme="w4a16")
         return jnp.sum(jnp.sin(y))
 
-    def dense(scale):
+    def dense(scale, weights=weights):
         gate, up = jnp.split(params.gate_up.dequantize(), 2, axis=1)
         rows = x * scale
         each = jax.nn.silu(jnp.einsum("th,eih->eti", rows, gate, precision="highest"))
@@ -81,5 +81,7 @@ def test_the_gradient_is_that_of_the_dequantized_experts():
 
     scale = jnp.ones(HIDDEN)
     got, want = (np.asarray(jax.jit(jax.grad(run))(scale)) for run in (quantized, dense))
-    bound = 1e-4 if jax.default_backend() == "cpu" else 2e-2
-    assert np.abs(got - want).max() <= bound * np.abs(want).max()
+    bound = (1e-4 if jax.default_backend() == "cpu" else 2e-2) * np.abs(want).max()
+    assert np.abs(got - want).max() <= bound
+    wrong = jax.jit(jax.grad(dense))(scale, weights[:, ::-1])  # negative control
+    assert np.abs(wrong - want).max() > 5 * bound

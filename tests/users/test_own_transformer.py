@@ -114,6 +114,12 @@ def assert_close(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+def assert_all_differ(ours, theirs):
+    """Check that `assert_close` would find each leaf wrong, with a margin of 10."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert not np.allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
 def test_scan_jit_and_vmap_compute_what_a_loop_computes():
     model = transformer()
     expected = run(Unrolled(model), IDS)
@@ -121,6 +127,9 @@ def test_scan_jit_and_vmap_compute_what_a_loop_computes():
     assert_close(run(model, IDS), expected)
     rows = nnx.vmap(lambda model, row: model(row[None])[0][0], in_axes=(None, 0))
     assert_close(nnx.jit(rows)(model, IDS), expected[0])
+    backward = Unrolled(model)
+    backward.layers = nnx.List(list(backward.layers)[::-1])
+    assert_all_differ(run(backward, IDS), expected)  # negative control
 
 
 def test_gradients_with_scan_and_remat_are_those_of_a_loop():
