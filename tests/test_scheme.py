@@ -261,6 +261,55 @@ def test_latent_attention_is_found(target, dtype, widths, want, why):
             choose_backend(problem, RECORDS, ("latent_attention_cuda",))
 
 
+@pytest.mark.parametrize(
+    ("target", "rows", "dtypes", "want"),
+    [
+        (cuda(9, 0), 1, ("bfloat16", "bfloat16"), "dense_cuda"),
+        (cuda(9, 0), 64, ("bfloat16", "float32"), "dense_cuda"),
+        (cuda(9, 0), 65, ("bfloat16", "float32"), "xla_in_parts"),
+        (cuda(9, 0), 65, ("bfloat16", "bfloat16"), "xla"),
+        (cuda(9, 0), 1, ("float32", "float32"), "xla_sum"),
+        (cuda(9, 0), 2, ("float16", "bfloat16"), "xla"),
+        (cuda(7, 5), 1, ("bfloat16", "bfloat16"), "xla_sum"),
+        (CPU, 8, ("bfloat16", "bfloat16"), "dense_cpu"),
+        (CPU, 9, ("bfloat16", "bfloat16"), "xla_cpu"),
+        (CPU, 0, ("bfloat16", "bfloat16"), "xla"),
+        (CPU, 1, ("float32", "float32"), "xla"),
+        (Target("tpu"), 1, ("bfloat16", "bfloat16"), "xla"),
+    ],
+)
+def test_forms_of_dense_products_are_found(target, rows, dtypes, want):
+    sizes = {"rows": rows, "inputs": 64, "outputs": 32}
+    facts = {"weight_dtype": dtypes[1], "sizes": sizes}
+    problem = Problem("dense", None, target, dtypes[0], **facts)
+    assert choose_backend(problem, RECORDS).name == want
+
+
+@pytest.mark.parametrize(
+    ("op", "target", "rows", "want"),
+    [
+        ("absorb_queries", cuda(9, 0), 8, "head_products_cuda"),
+        ("absorb_queries", cuda(9, 0), 9, "xla"),
+        ("expand_values", cuda(9, 0), 0, "xla"),
+        ("expand_values", CPU, 1, "xla"),
+        ("read_rows", CPU, 1, "moves_cpu"),
+        ("write_tokens", cuda(9, 0), 1, "xla"),
+        ("activate", cuda(9, 0), 64, "gating_cuda"),
+        ("activate", cuda(9, 0), 65, "reference"),
+    ],
+)
+def test_few_rows_take_a_kernel(op, target, rows, want):
+    problem = Problem(op, None, target, weight_dtype="bfloat16", sizes={"rows": rows})
+    assert choose_backend(problem, RECORDS).name == want
+
+
+def test_a_kernel_that_is_asked_for_takes_more_rows():
+    problem = Problem("activate", None, cuda(9, 0), sizes={"rows": 65})
+    assert choose_backend(problem, RECORDS, ("gating_cuda",)).name == "gating_cuda"
+    found = nvfp4.explain(problem).reasons["gating_cuda"]
+    assert found == "must be named in `backend` except for rows from 0 to 64; got 65"
+
+
 def test_the_reference_of_a_router_is_nothing_to_warn_of(caplog):
     choice._log_backend.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_nvfp4_moe"):

@@ -145,7 +145,8 @@ class Backend:
         extent, most = max(p.hidden, p.intermediate), self.max_extent
         reached = [device for device in self.devices if device.reaches(p)]
         wrong_size = _find_wrong(p.sizes, self.limits, "needs")
-        unwanted = None if asked else _find_wrong(p.sizes, self.unasked, "must be asked for unless")
+        unasked = {} if asked else self.unasked
+        unwanted = _find_wrong(p.sizes, unasked, "must be named in `backend` except for")
         checks = (
             (self.platform in (None, p.target.platform), f"needs {self.platform}, got {p.target}"),
             (bool(reached), f"needs {self._ranges()}, got {p.target}"),

@@ -13,6 +13,8 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.ops.chosen_keys import choose_keys
+from jax_nvfp4_moe.ops.moves import read_rows, write_tokens
 from jax_nvfp4_moe.testing import random_moe_params
 
 pytestmark = pytest.mark.eight_devices
@@ -178,8 +180,32 @@ def test_so_do_their_gradients(name, kind):
     check(function, rows, others, kind, sums, bound=1e-5)
 
 
-def test_rows_on_explicit_axes():
-    check(*FORWARD["prepare_heads"], AxisType.Explicit)
+# Functions on Explicit axes. All but the first one are nothing but `by_rows`: the types of their
+# results follow from its rule, and not from the sizes of the first array.
+EXPLICIT = {
+    "prepare_heads": FORWARD["prepare_heads"],
+    "read_rows": (
+        lambda ids, table: read_rows(table, ids),
+        (integers(16, 16),),
+        (normal(16, 64),),
+    ),
+    "write_tokens": (write_tokens, (CACHE, ONE, normal(8, 1, 2, 4, dtype=jnp.float32)), ()),
+    "choose_keys": (
+        functools.partial(choose_keys, count=4),
+        (
+            normal(8, 3, 2, 16),
+            normal(8, 3, 2, dtype=jnp.float32),
+            normal(8, 8, 16),
+            POSITIONS[:, :3],
+        ),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_rows_on_explicit_axes(name):
+    check(*EXPLICIT[name], AxisType.Explicit)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

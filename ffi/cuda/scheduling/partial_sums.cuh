@@ -13,7 +13,7 @@
 //
 // Needs: all blocks of the launch run at the same time, or start in their order while there is room
 // for all blocks of an output tile. In parallel with the kernels of a fork, only the latter holds;
-// call_chain.py (_may_block) keeps two kernels apart that could take each other's room.
+// backends/chains/forks.py (_may_block) keeps two kernels apart that could take each other's room.
 #pragma once
 
 #include <cstdint>
