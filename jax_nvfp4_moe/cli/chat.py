@@ -212,7 +212,7 @@ def _variable(text):
         )
     if name in _TAKEN:
         raise ValueError(f"--template-variable: {name} is not a variable that you can set")
-    found: Any = value
+    found: object = value
     with contextlib.suppress(ValueError, RecursionError):  # it is not JSON
         found = json.loads(value)
     if name in ("tools", "documents"):

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, array_layouts
 
 
-def expert_specs(params: Any, expert_mesh: ExpertMesh) -> Any:
+def expert_specs(params: MoEParams | DenseExperts, expert_mesh: ExpertMesh) -> Any:
     """Return `params` with each array replaced by its `PartitionSpec`.
 
     Experts are sharded along `expert`. The rows of `gate_up` and the columns of `down` are sharded

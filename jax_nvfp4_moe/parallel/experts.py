@@ -233,12 +233,12 @@ def own_part(params: Experts, expert_mesh: ExpertMesh) -> Experts:
       params: what the shard holds, by `expert_specs`.
       expert_mesh: the mesh of the shards.
     """
-    scale: Any = params.gate_up_input_scale
+    scale = params.gate_up_input_scale
     if scale is not None and expert_mesh.expert > 1:
         local_experts = params.num_experts
         first = lax.axis_index(expert_mesh.name(EXPERT)) * local_experts
         scale = lax.dynamic_slice_in_dim(scale, first, local_experts)
-    bias: Any = params.down_bias
+    bias = params.down_bias
     if bias is not None and expert_mesh.tensor > 1:
         bias = first_shard_only(bias, expert_mesh.name(TENSOR))
     return dataclasses.replace(params, gate_up_input_scale=scale, down_bias=bias)

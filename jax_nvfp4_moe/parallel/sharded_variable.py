@@ -100,12 +100,12 @@ def sharded_axes(variable: nnx.Variable) -> list[int | None]:
     return [one.axis for one in jax.tree.leaves(made)]
 
 
-def variables(module: Any) -> list[nnx.Variable]:
+def variables(module: nnx.Module | nnx.Variable) -> list[nnx.Variable]:
     """Return the variables of a module in the order of its leaves."""
     return jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
-def module_axes(module: Any) -> list[int | None]:
+def module_axes(module: nnx.Module | nnx.Variable) -> list[int | None]:
     """Return the sharded axis of each leaf of a module, in the order of `jax.tree.leaves`.
 
     Raises:

@@ -9,7 +9,7 @@ and a few chunks.
 import concurrent.futures
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,9 @@ Experts = TypeVar("Experts", MoEParams, DenseExperts)
 _CPU_BYTES, _GPU_BYTES = 4 << 20, 64 << 20
 
 
-def chunk_size(params: Any, count: int, target: Target, shards: int = 1) -> int:
+def chunk_size(
+    params: MoEParams | DenseExperts, count: int, target: Target, shards: int = 1
+) -> int:
     """Return the number of experts per chunk: a divisor of `count`, and at least one.
 
     Args:

@@ -31,7 +31,11 @@ from jax_nvfp4_moe.parallel.sharded_variable import (
 
 
 def run_shards(
-    expert_mesh: ExpertMesh, run: Callable, module: Any, *args: Any, specs: Any = None
+    expert_mesh: ExpertMesh,
+    run: Callable,
+    module: nnx.Module | nnx.Variable,
+    *args: Any,
+    specs: Any = None,
 ) -> Any:
     """Run ``run(part, *args)`` on each shard, and return the result.
 
