@@ -4,6 +4,7 @@ These programs run on CPU devices or on GPUs, except one that needs eight device
 """
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_nvfp4_moe as nvfp4
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.two_devices
 
 DEVICES = min(8, jax.device_count())
 VOCABULARY, HIDDEN = 32, 64
-CHECKPOINT = CHECKPOINTS / "qwen3moe-modelopt-w4a16"
+CHECKPOINT = pathlib.Path(__file__).parents[1] / "checkpoints" / "qwen3moe-modelopt-w4a16"
 
 
 @pytest.fixture(autouse=True)
