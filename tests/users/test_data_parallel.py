@@ -4,7 +4,7 @@ These programs run on CPU devices or on GPUs, except one that needs eight device
 """
 
 import dataclasses
-import importlib.resources
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.two_devices
 
 DEVICES = min(8, jax.device_count())
 VOCABULARY, HIDDEN = 32, 64
-EXAMPLE = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+CHECKPOINT = pathlib.Path(__file__).parents[1] / "checkpoints" / "qwen3moe-modelopt-w4a16"
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +96,8 @@ def test_a_checkpoint_on_named_axes():
     """Data, experts and heads are sharded, two parts each, along axes with the user's names."""
     names = {"data": "dp", "expert": "ep", "tensor": "tp"}
     mesh = jax.make_mesh((2, 2, 2), tuple(names.values()), axis_types=(AxisType.Auto,) * 3)
-    alone = nvfp4.load_model(EXAMPLE, dtype=jnp.float32)
-    model = nvfp4.load_model(EXAMPLE, dtype=jnp.float32, mesh=mesh, axis_names=names)
+    alone = nvfp4.load_model(CHECKPOINT, dtype=jnp.float32)
+    model = nvfp4.load_model(CHECKPOINT, dtype=jnp.float32, mesh=mesh, axis_names=names)
     ids = np.random.default_rng(0).integers(0, alone.config.vocab_size, (4, 6)).astype(np.int32)
 
     run = jax.jit(lambda model, ids, cache: model(ids, cache))
@@ -127,8 +127,8 @@ def test_a_checkpoint_on_named_axes():
 
 def test_generation():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    alone = nvfp4.load_model(EXAMPLE, dtype=jnp.float32)
-    model = nvfp4.load_model(EXAMPLE, dtype=jnp.float32, mesh=mesh)
+    alone = nvfp4.load_model(CHECKPOINT, dtype=jnp.float32)
+    model = nvfp4.load_model(CHECKPOINT, dtype=jnp.float32, mesh=mesh)
     ids = np.random.default_rng(1).integers(0, alone.config.vocab_size, (4, 6)).astype(np.int32)
     how = {"lengths": np.int32([6, 2, 4, 5]), "max_new_tokens": 3}
     tokens = nvfp4.generate(model, ids, **how)
