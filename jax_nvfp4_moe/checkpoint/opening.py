@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems
 from jax_nvfp4_moe.checkpoint.experts.forms import stacks_apart
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config
 from jax_nvfp4_moe.checkpoint.formats.quantization import QuantConfig, read_quant_config
@@ -48,20 +48,15 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
     """
     folder = find_folder(folder)
     config = read_config(folder)
-    problems: list[str] = []
+    problems, key_mapping = Problems(), KeyMapping()
     renamed: dict[str, str] = {}
-    key_mapping = KeyMapping()
     quant = tensors = None
-    try:
+    with problems.collected():
         quant = read_quant_config(folder, config)
-    except CheckpointError as error:
-        problems += error.problems
-    try:
+    with problems.collected():
         tensors = open_tensors(folder)
         key_mapping = find_key_mapping(tensors.names(), problems)
         renamed = canonical_names(tensors.names(), key_mapping, problems)
-    except CheckpointError as error:
-        problems += error.problems
     if problems or quant is None or tensors is None:
         if tensors is not None:
             tensors.close()
