@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems
-from jax_nvfp4_moe.checkpoint.experts.forms import stacks_apart
+from jax_nvfp4_moe.checkpoint.experts.forms import divide_stacks
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config
 from jax_nvfp4_moe.checkpoint.formats.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_key_mapping
@@ -62,5 +62,5 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
             tensors.close()
         raise CheckpointError(problems, str(folder))
     tensors.rename(renamed)
-    tensors.split(stacks_apart(tensors))
+    divide_stacks(tensors)
     return Checkpoint(folder, config, tensors, quant, key_mapping)

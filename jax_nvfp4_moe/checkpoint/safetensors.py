@@ -162,23 +162,6 @@ class Tensors:
         self._infos = {names[name]: info for name, info in self._infos.items()}
         self._sorted = sorted(self._infos)
 
-    def split(self, parts: Mapping[str, Sequence[str]]) -> None:
-        """Replace tensors by their slices along the first axis, which lie one after another.
-
-        Args:
-          parts: the name of a tensor -> a new name for each of its slices. It is `TensorInfo.name`
-            of the slice, too.
-        """
-        for name, slices in parts.items():
-            info = self._infos.pop(name)
-            nbytes = info.nbytes // len(slices)
-            for place, part in enumerate(slices):
-                start = info.start + place * nbytes
-                self._infos[part] = dataclasses.replace(
-                    info, name=part, shape=info.shape[1:], start=start, nbytes=nbytes
-                )
-        self._sorted = sorted(self._infos)
-
     def reform(self, changes: Mapping[str, Sequence[tuple[str, TensorInfo]]]) -> None:
         """Replace tensors by others that lie in the same bytes.
 
