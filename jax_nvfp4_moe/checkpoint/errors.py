@@ -1,6 +1,7 @@
 """`CheckpointError` reports everything that is wrong with a checkpoint in one error."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 _LONGEST = 160  # the most characters that a message repeats of a text from a file
 _MOST_LINES = 1000  # the most problems that a message repeats; `problems` has all of them
@@ -13,7 +14,7 @@ class CheckpointError(ValueError):
     loaded after a problem. `CheckpointError` is a `ValueError`.
 
     Args:
-      problems: one sentence for each problem. Repeated sentences are dropped.
+      problems: one sentence for each problem, or a sentence alone. Repeated sentences are dropped.
       where: the checkpoint's folder, which begins the message; None for no folder.
 
     Attributes:
@@ -30,8 +31,9 @@ class CheckpointError(ValueError):
       'a folder that is not there' is not a folder that exists
     """
 
-    def __init__(self, problems: Iterable[str], where: str | None = None):
-        self.problems = tuple(dict.fromkeys(problems))  # two modules may find the same problem
+    def __init__(self, problems: str | Iterable[str], where: str | None = None):
+        listed = (problems,) if isinstance(problems, str) else problems
+        self.problems = tuple(dict.fromkeys(listed))  # two modules may find the same problem
         self.where = where
         super().__init__(self._message())
 
@@ -47,6 +49,23 @@ class CheckpointError(ValueError):
     def __reduce__(self):
         """Return what pickle needs: the default would pass the message in place of the problems."""
         return type(self), (self.problems, self.where)
+
+
+class Problems(list[str]):
+    """Sentences that one `CheckpointError` will list."""
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Add the problems of a `CheckpointError` inside of the block, which ends there."""
+        try:
+            yield
+        except CheckpointError as error:
+            self += error.problems
+
+    def finish(self, where: str | None = None) -> None:
+        """Raise all problems as one `CheckpointError`, if there are any."""
+        if self:
+            raise CheckpointError(self, where)
 
 
 def quoted(value: object) -> str:

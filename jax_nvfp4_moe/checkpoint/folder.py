@@ -78,18 +78,18 @@ def locate(folder: pathlib.Path, name: str) -> pathlib.Path:
     try:
         path = (folder / name).resolve()
         if not any(path.is_relative_to(root) for root in _roots(folder)):
-            raise CheckpointError([f"{quoted(name)} lies outside the checkpoint's folder"])
+            raise CheckpointError(f"{quoted(name)} lies outside the checkpoint's folder")
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise CheckpointError([f"{quoted(name)} is missing"]) from None
+        raise CheckpointError(f"{quoted(name)} is missing") from None
     except (OSError, RuntimeError) as error:  # before Python 3.13, a loop of links: RuntimeError
-        raise CheckpointError([f"{quoted(name)} cannot be reached: {error}"]) from None
+        raise CheckpointError(f"{quoted(name)} cannot be reached: {error}") from None
     except CheckpointError:
         raise
     except ValueError as error:  # the name contains a null byte
-        raise CheckpointError([f"{quoted(name)} is not a file name: {error}"]) from None
+        raise CheckpointError(f"{quoted(name)} is not a file name: {error}") from None
     if not stat.S_ISREG(mode):
-        raise CheckpointError([f"{quoted(name)} is not a regular file"])
+        raise CheckpointError(f"{quoted(name)} is not a regular file")
     return path
 
 
@@ -110,12 +110,12 @@ def read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
     size = path.stat().st_size
     if size > JSON_BYTES:
         raise CheckpointError(
-            [f"{quoted(name)} has {size} bytes; expected at most {JSON_BYTES} in a JSON file"]
+            f"{quoted(name)} has {size} bytes; expected at most {JSON_BYTES} in a JSON file"
         )
     try:
         return parse_object(path.read_bytes())
     except ValueError as error:
-        raise CheckpointError([f"{quoted(name)}: {error}"]) from None
+        raise CheckpointError(f"{quoted(name)}: {error}") from None
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -220,12 +220,12 @@ def read_size(config: Mapping[str, Any], *names: str, default: int | None = None
             continue
         if type(value) is not int or not 0 < value < 2**31:
             raise CheckpointError(
-                [f"{CONFIG}: {name}: expected a positive integer, got {quoted(value)}"]
+                f"{CONFIG}: {name}: expected a positive integer, got {quoted(value)}"
             )
         return value
     if default is None:
         raise CheckpointError(
-            [f"{CONFIG}: {' or '.join(names)}: missing; expected a positive integer"]
+            f"{CONFIG}: {' or '.join(names)}: missing; expected a positive integer"
         )
     return default
 

@@ -72,7 +72,8 @@ class KeyMapping:
 
     def canonical(self, name: str) -> str:
         """Return the name by which models ask for the tensor `name` of the file."""
-        name = _respell(name, PROJECTION_OF)
+        if self.projections != PROJECTIONS:
+            name = _respell(name, PROJECTION_OF)
         if name.startswith(self.head):
             return _HEAD + name.removeprefix(self.head)
         if not name.startswith(self.prefix):
@@ -120,7 +121,7 @@ def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
             prefixes.setdefault(found[1], name)
         if found := _TELLING_HEAD.match(name):
             heads.setdefault(found[1], name)
-        if found := _PROJECTION.search(name):
+        if spelled is PROJECTIONS and (found := _PROJECTION.search(name)):
             spelled = next(one for one in SPELLINGS if found[2] in one)
     for found in (prefixes, heads):
         if len(found) > 1:

@@ -4,8 +4,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.experts.forms import stacks_apart
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems
+from jax_nvfp4_moe.checkpoint.experts.forms import divide_stacks
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config
 from jax_nvfp4_moe.checkpoint.formats.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_key_mapping
@@ -48,24 +48,19 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
     """
     folder = find_folder(folder)
     config = read_config(folder)
-    problems: list[str] = []
+    problems, key_mapping = Problems(), KeyMapping()
     renamed: dict[str, str] = {}
-    key_mapping = KeyMapping()
     quant = tensors = None
-    try:
+    with problems.collected():
         quant = read_quant_config(folder, config)
-    except CheckpointError as error:
-        problems += error.problems
-    try:
+    with problems.collected():
         tensors = open_tensors(folder)
         key_mapping = find_key_mapping(tensors.names(), problems)
         renamed = canonical_names(tensors.names(), key_mapping, problems)
-    except CheckpointError as error:
-        problems += error.problems
     if problems or quant is None or tensors is None:
         if tensors is not None:
             tensors.close()
         raise CheckpointError(problems, str(folder))
     tensors.rename(renamed)
-    tensors.split(stacks_apart(tensors))
+    divide_stacks(tensors)
     return Checkpoint(folder, config, tensors, quant, key_mapping)

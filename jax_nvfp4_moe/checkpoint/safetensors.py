@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, quoted
 from jax_nvfp4_moe.checkpoint.folder import JSON_BYTES, exists, locate, parse_object, read_json
 from jax_nvfp4_moe.checkpoint.reading.byte_runs import Index, Run, find_runs, index_shape
 from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
@@ -162,23 +162,6 @@ class Tensors:
         self._infos = {names[name]: info for name, info in self._infos.items()}
         self._sorted = sorted(self._infos)
 
-    def split(self, parts: Mapping[str, Sequence[str]]) -> None:
-        """Replace tensors by their slices along the first axis, which lie one after another.
-
-        Args:
-          parts: the name of a tensor -> a new name for each of its slices. It is `TensorInfo.name`
-            of the slice, too.
-        """
-        for name, slices in parts.items():
-            info = self._infos.pop(name)
-            nbytes = info.nbytes // len(slices)
-            for place, part in enumerate(slices):
-                start = info.start + place * nbytes
-                self._infos[part] = dataclasses.replace(
-                    info, name=part, shape=info.shape[1:], start=start, nbytes=nbytes
-                )
-        self._sorted = sorted(self._infos)
-
     def reform(self, changes: Mapping[str, Sequence[tuple[str, TensorInfo]]]) -> None:
         """Replace tensors by others that lie in the same bytes.
 
@@ -279,7 +262,7 @@ class Tensors:
             part = view[done : done + _ONE_READ]
             count = os.preadv(self._files[info.file], [part], info.start + start + done)
             if not count:
-                raise CheckpointError([f"{quoted(info.file)} shrank while it was read"])
+                raise CheckpointError(f"{quoted(info.file)} shrank while it was read")
             done += count
 
     def close(self) -> None:
@@ -306,7 +289,7 @@ def open_tensors(folder: str | pathlib.Path) -> Tensors:
       CheckpointError: lists everything that is wrong with the index and the headers.
     """
     folder = pathlib.Path(folder)
-    problems: list[str] = []
+    problems = Problems()
     listed = _read_index(folder, problems) if exists(folder, INDEX) else None
     files = sorted(set(listed.values())) if listed is not None else [SINGLE_FILE]
     if len(files) > _MOST_FILES:
@@ -315,20 +298,16 @@ def open_tensors(folder: str | pathlib.Path) -> Tensors:
     paths: dict[str, pathlib.Path] = {}
     headers: dict[str, Header] = {}
     for file in files:
-        try:
+        with problems.collected():
             paths[file] = locate(folder, file)
-        except CheckpointError as error:
-            problems += error.problems
-            continue
-        header = read_header(paths[file], file, problems)
-        if header is not None:
-            headers[file] = header
+            header = read_header(paths[file], file, problems)
+            if header is not None:
+                headers[file] = header
     infos = _merge(headers, problems)
     for name, file in (listed or {}).items():
         if file in headers and name not in headers[file]:
             problems.append(f"{quoted(INDEX)}: {quoted(name)} is not in {quoted(file)}")
-    if problems:
-        raise CheckpointError(problems, str(folder))
+    problems.finish(str(folder))
     return Tensors(paths, infos)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.errors import Problems, quoted
 from jax_nvfp4_moe.checkpoint.experts.finding import find_experts
 from jax_nvfp4_moe.checkpoint.experts.forms import has_experts, settle_experts, unknown_experts
 from jax_nvfp4_moe.checkpoint.folder import read_num_layers
@@ -172,7 +172,8 @@ class WeightTable:
 
     def _dequantized(self, module, shape, dtype) -> Source:
         """Find the quantized matrix of `module`, and dequantize it to `dtype` when it is read."""
-        weight = find_linear(self._finder, module, *shape, False, dtype, decodes=True).weight
+        n, k = shape
+        weight = find_linear(self._finder, module, n, k, False, dtype, decodes=True).weight
         if isinstance(weight, Unread):
             return Source(module, weight)
         dtype = np.dtype(dtype or np.float32)
@@ -292,24 +293,25 @@ class WeightTable:
         finder, checkpoint, options = self._finder, self._checkpoint, self._options
         num_layers = options.num_layers or read_num_layers(checkpoint.config)
         scopes = only or ((options.only,) if options.only else ())
-        problems = [
-            *finder.problems,
-            *unknown_experts(finder, self._unknown_experts),
-            *find_unexpected_keys(
-                finder,
-                checkpoint.key_mapping,
-                scopes,
-                num_layers,
-                count_drafting_layers(checkpoint.config),
-            ),
-        ]
+        problems = Problems(
+            [
+                *finder.problems,
+                *unknown_experts(finder, self._unknown_experts),
+                *find_unexpected_keys(
+                    finder,
+                    checkpoint.key_mapping,
+                    scopes,
+                    num_layers,
+                    count_drafting_layers(checkpoint.config),
+                ),
+            ]
+        )
         cache = checkpoint.quant.kv_cache
         self._cache_scales.report(cache and cache.source, scopes, num_layers)
         for modules, sentence in finder.warnings.values():
             others = f", and so for {len(modules) - 1} other modules" if len(modules) > 1 else ""
             log.warning("%s: %s%s", checkpoint.folder, sentence, others)
-        if problems:
-            raise CheckpointError(problems, str(checkpoint.folder))
+        problems.finish(str(checkpoint.folder))
         for fact, count in finder.notes.items():
             log.info("%s: %s (%d)", checkpoint.folder, fact, count)
         return finder.nbytes
@@ -321,9 +323,8 @@ class WeightTable:
           CheckpointError: lists all tensors that are missing or misshapen.
         """
         finder = self._finder
-        problems = [*finder.problems, *unknown_experts(finder, self._unknown_experts)]
-        if problems:
-            raise CheckpointError(problems, str(self._checkpoint.folder))
+        unknown = unknown_experts(finder, self._unknown_experts)
+        Problems([*finder.problems, *unknown]).finish(str(self._checkpoint.folder))
 
     @contextlib.contextmanager
     def open_reader(self, show: bool | None = None, label: str = "loading") -> Iterator[Reader]:

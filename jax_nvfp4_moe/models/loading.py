@@ -130,10 +130,8 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     raise CheckpointError(
-        [
-            f"{CONFIG}: architectures: {quoted(names)} is not supported"
-            f"{why_refused_family(names)}; supported: {', '.join(ARCHITECTURES)}"
-        ]
+        f"{CONFIG}: architectures: {quoted(names)} is not supported"
+        f"{why_refused_family(names)}; supported: {', '.join(ARCHITECTURES)}"
     )
 
 

@@ -138,7 +138,7 @@ def _without_mxfp4(checkpoint) -> CheckpointError:
     """Return the error for a checkpoint whose experts are not MXFP4."""
     said = [rules.source for rules in checkpoint.quant.rules] or ["nothing is quantized"]
     expected = "expected quant_method mxfp4, or fp8 with experts in MXFP4"
-    return CheckpointError([f"holds no MXFP4 ({said[0]}); {expected}"], str(checkpoint.folder))
+    return CheckpointError(f"holds no MXFP4 ({said[0]}); {expected}", str(checkpoint.folder))
 
 
 def _declare(checkpoint, writer):

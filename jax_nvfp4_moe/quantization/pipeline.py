@@ -177,10 +177,8 @@ def quantize_model(
     with open_checkpoint(source) as checkpoint, staged_folder(destination, last=CONFIG) as stage:
         if checkpoint.quant.rules:
             raise CheckpointError(
-                [
-                    f"the checkpoint is quantized already ({checkpoint.quant.rules[0].source}); "
-                    "expected one in float32, float16 or bfloat16"
-                ],
+                f"the checkpoint is quantized already ({checkpoint.quant.rules[0].source}); "
+                "expected one in float32, float16 or bfloat16",
                 str(source),
             )
         load = plan_unquantized(checkpoint)
@@ -410,7 +408,7 @@ def _read_as(part, tensors, dtype) -> np.ndarray:
         cast = stored.astype(dtype, copy=False)
     if dtype == np.float16 and np.isinf(cast).sum() > np.isinf(stored).sum():
         raise CheckpointError(
-            [f"{part.tensor}: a value is too large for float16; pass dtype='bfloat16' or 'float32'"]
+            f"{part.tensor}: a value is too large for float16; pass dtype='bfloat16' or 'float32'"
         )
     return cast
 
@@ -429,7 +427,7 @@ def _largest(matrix: Matrix, weight: np.ndarray) -> np.float32:
     found = np.array((bits & bits.dtype.type(half - 1)).max()).view(weight.dtype)
     largest = np.float32(found)
     if not np.isfinite(largest):
-        raise CheckpointError([f"{matrix.module}: expected finite weights, got {largest}"])
+        raise CheckpointError(f"{matrix.module}: expected finite weights, got {largest}")
     return largest
 
 

@@ -1,7 +1,7 @@
 """Bring experts that a file stores under other public names, or in other forms, to known ones.
 
 Only headers change: a tensor gets another name or shape, or its parts become tensors of their own.
-`FORMS` says which names mean what. Experts under names that are not known are one sentence for all
+`KNOWN` lists all of them. Experts under names that are not known are one sentence for all
 layers, in place of one for each tensor that is missing.
 """
 
@@ -38,24 +38,22 @@ KNOWN = (
 Change = tuple[str, TensorInfo]
 
 
-def stacks_apart(tensors: Tensors) -> dict[str, list[str]]:
-    """Find the tensors that stack one projection of all experts, gate and up apart.
-
-    Returns:
-      Name -> the names that the slices of single experts would have, for `Tensors.split`.
-    """
-    found = {}
+def divide_stacks(tensors: Tensors) -> None:
+    """Divide tensors that stack one projection of all experts outside of the experts' module."""
+    changes: dict[str, Sequence[Change]] = {}
     for name in tensors.names():
         match = _OUTSIDE.fullmatch(name)
         if match is None:
             continue
         block, projection, leaf = match.groups()
-        weight = f"{block}.{projection}.weight"
+        weight, info = f"{block}.{projection}.weight", tensors.info(name)
         shape = tensors.info(weight).shape if weight in tensors else ()
-        if len(shape) == 3 and shape[0] and tensors.info(name).shape[:1] == shape[:1]:
-            experts = range(shape[0])
-            found[name] = [f"{block}.experts.{e}.{projection}.{leaf}" for e in experts]
-    return found
+        if len(shape) == 3 and shape[0] and info.shape[:1] == shape[:1]:
+            stem = f"{block}.experts"
+            new = (f"{stem}.{expert}.{projection}.{leaf}" for expert in range(shape[0]))
+            parts = zip(new, _divide(info, shape[0]), strict=True)
+            changes[name] = [(one, dataclasses.replace(part, name=one)) for one, part in parts]
+    tensors.reform(changes)
 
 
 def settle_experts(finder: Finder, prefix: str, sizes: ExpertSizes) -> None:

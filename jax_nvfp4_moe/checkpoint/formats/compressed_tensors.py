@@ -10,7 +10,7 @@ Source: https://github.com/vllm-project/compressed-tensors
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, quoted
 from jax_nvfp4_moe.checkpoint.formats.config_keys import (
     ARGUMENT_KEYS,
     COMPRESSED_TENSORS_KEYS,
@@ -54,7 +54,7 @@ class _Group:
         self._format = group.get("format") or whole_format
         self._weights = object_in(group, "weights", source)
         self._inputs = object_in(group, "input_activations", source)
-        problems = find_unknown_keys(group, GROUP_KEYS, source)
+        problems = Problems(find_unknown_keys(group, GROUP_KEYS, source))
         if not self._weights:
             problems.append(
                 f"{source}: weights: missing; a group that quantizes activations alone is not "
@@ -64,8 +64,7 @@ class _Group:
             problems.append(f"{source}: output_activations are not supported")
         for key, arguments in (("weights", self._weights), ("input_activations", self._inputs)):
             problems += _find_wrong_arguments(arguments, f"{source}: {key}")
-        if problems:
-            raise CheckpointError(problems)
+        problems.finish()
 
     def scheme(self) -> CheckpointScheme:
         """Return the scheme of the group.
@@ -78,11 +77,9 @@ class _Group:
         if self._format not in supported:
             named = ", ".join((PACKED_FORMAT, *FP8_FORMATS))
             raise CheckpointError(
-                [
-                    f"{self.source}: format {quoted(self._format)} is not supported for weights "
-                    f"of type {_described(self._weights)}{why_refused(self._format)}; "
-                    f"supported formats: {named}"
-                ]
+                f"{self.source}: format {quoted(self._format)} is not supported for weights "
+                f"of type {_described(self._weights)}{why_refused(self._format)}; "
+                f"supported formats: {named}"
             )
         return self._fp8() if eight else self._nvfp4()
 
@@ -105,7 +102,7 @@ class _Group:
         source = f"{self.source}: {key}"
         if _kind(arguments) != ("float", 4):
             raise CheckpointError(
-                [f"{source}: expected type 'float' with 4 bits, got {_described(arguments)}"]
+                f"{source}: expected type 'float' with 4 bits, got {_described(arguments)}"
             )
         check_group_size(arguments.get("group_size"), source)
         expected = {
@@ -114,14 +111,13 @@ class _Group:
             "scale_dtype": (None, *_E4M3),
             "block_structure": (None,),
         }
-        problems = [
+        problems = Problems(
             f"{source}: {name} {quoted(arguments[name])} is not supported for NVFP4; supported: "
             f"{', '.join(map(quoted, allowed[1:] or allowed))}"
             for name, allowed in expected.items()
             if not any(_same(arguments.get(name), one) for one in allowed)
-        ]
-        if problems:
-            raise CheckpointError(problems)
+        )
+        problems.finish()
 
     def _fp8(self):
         """Return the scheme of a group with 8-bit weights."""
@@ -158,12 +154,10 @@ class _Group:
         """Raise `CheckpointError` with the supported forms of FP8, unless `holds`."""
         if not holds:
             raise CheckpointError(
-                [
-                    f"{self.source}: {key}: {found} is not supported for FP8. Supported are "
-                    "symmetric weights with strategy tensor or channel, dynamic activations with "
-                    "strategy token or tensor, and static activations with strategy tensor; also "
-                    "weights in blocks of 128 x 128, with dynamic activations by group"
-                ]
+                f"{self.source}: {key}: {found} is not supported for FP8. Supported are "
+                "symmetric weights with strategy tensor or channel, dynamic activations with "
+                "strategy token or tensor, and static activations with strategy tensor; also "
+                "weights in blocks of 128 x 128, with dynamic activations by group"
             )
 
 
@@ -173,35 +167,27 @@ class CompressedTensorsRules:
     def __init__(self, section: Mapping[str, Any], source: str):
         self.source = source
         self.summary = str(section.get("format"))
-        problems = find_unknown_keys(section, COMPRESSED_TENSORS_KEYS, source)
+        problems = Problems(find_unknown_keys(section, COMPRESSED_TENSORS_KEYS, source))
         problems += find_transforms(section, source)
         self._groups: list[_Group] = []
-        try:
+        with problems.collected():
             self.kv_cache = read_kv_cache(section, source, multiply_by_reciprocal=False)
             self._read_groups(section)
-        except CheckpointError as error:
-            problems += error.problems
-        if problems:
-            raise CheckpointError(problems)
+        problems.finish()
 
     def _read_groups(self, section):
         """Read the groups, their targets, and the modules that are ignored."""
         source = self.source
         groups = object_in(section, "config_groups", source)
         if not groups:
-            raise CheckpointError([f"{source}: config_groups: expected at least one group"])
-        problems: list[str] = []
+            raise CheckpointError(f"{source}: config_groups: expected at least one group")
+        problems, place = Problems(), f"{source}: config_groups"
         for name in groups:
-            place = f"{source}: config_groups"
-            try:
+            with problems.collected():
                 group = object_in(groups, name, place)
-                self._groups.append(
-                    _Group(group, section.get("format"), f"{place}: {quoted(name)}")
-                )
-            except CheckpointError as error:
-                problems += error.problems
-        if problems:
-            raise CheckpointError(problems)
+                found = _Group(group, section.get("format"), f"{place}: {quoted(name)}")
+                self._groups.append(found)
+        problems.finish()
         # If there is only one group, every quantized module belongs to it. An unsupported group
         # then raises here, before the headers of the files are read.
         self._schemes = [_try_scheme(group) for group in self._groups]

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, quoted
 from jax_nvfp4_moe.checkpoint.formats.config_keys import FP8_KEYS, MODELOPT_KEYS, find_unknown_keys
 from jax_nvfp4_moe.checkpoint.formats.exclusions import Exclusions
 from jax_nvfp4_moe.checkpoint.formats.kv_cache import read_kv_cache
@@ -48,14 +48,12 @@ class BlockFP8Rules:
         size = section.get("weight_block_size")
         if size != list(SQUARE):
             raise CheckpointError(
-                [
-                    f"{source}: weight_block_size: {quoted(size)} is not supported; supported: "
-                    f"{list(SQUARE)}"
-                ]
+                f"{source}: weight_block_size: {quoted(size)} is not supported; supported: "
+                f"{list(SQUARE)}"
             )
         if section.get("fmt", "e4m3") != "e4m3":
             raise CheckpointError(
-                [f"{source}: fmt: {quoted(section['fmt'])} is not supported; supported: e4m3"]
+                f"{source}: fmt: {quoted(section['fmt'])} is not supported; supported: e4m3"
             )
         self.kv_cache = read_kv_cache(section, source, multiply_by_reciprocal=True)
         self._excluded = [
@@ -124,23 +122,19 @@ def parse(section: Mapping[str, Any], source: str) -> BlockFP8Rules | ExpertRule
     Raises:
       CheckpointError: a field is not valid, or its value is not supported.
     """
-    problems = find_unknown_keys(section, FP8_KEYS, source) + find_transforms(section, source)
-    try:
+    problems = Problems(find_unknown_keys(section, FP8_KEYS, source))
+    problems += find_transforms(section, source)
+    with problems.collected():
         base = BlockFP8Rules(section, source)
-    except CheckpointError as error:
-        raise CheckpointError([*problems, *error.problems]) from None
-    if problems:
-        raise CheckpointError(problems)
+    problems.finish()
     algorithm = section.get(EXPERT_ALGORITHM)
     if algorithm is None:
         return base
     known = {name: scheme for name, scheme in ALGORITHMS.items() if isinstance(scheme, Scheme)}
     if algorithm not in known:
         raise CheckpointError(
-            [
-                f"{source}: {EXPERT_ALGORITHM}: {quoted(algorithm)} is not supported; supported: "
-                f"{', '.join(known)}"
-            ]
+            f"{source}: {EXPERT_ALGORITHM}: {quoted(algorithm)} is not supported; supported: "
+            f"{', '.join(known)}"
         )
     experts = _Experts(section, algorithm, known[algorithm], source)
     listed = {key: value for key, value in section.items() if key not in _OWN}

@@ -36,7 +36,7 @@ def read_kv_cache(
             continue
         if not isinstance(value, (str, dict)):
             raise CheckpointError(
-                [f"{source}: {key}: expected a name or an object, got {quoted(value)}"]
+                f"{source}: {key}: expected a name or an object, got {quoted(value)}"
             )
         algorithm = _named(value) if isinstance(value, str) else _described(value)
         if algorithm is not None:

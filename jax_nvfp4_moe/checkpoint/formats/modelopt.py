@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, quoted
 from jax_nvfp4_moe.checkpoint.formats.config_keys import (
     ARGUMENT_KEYS,
     MODELOPT_FILE_KEYS,
@@ -204,10 +204,8 @@ class MixedRules(ModelOptRules):
         for decisions in (fused, [self._parse(key) for key in self._inside(names)]):
             if len({decision.scheme for decision in decisions}) > 1:
                 raise CheckpointError(
-                    [
-                        f"{self.source}: quantized_layers: expected one algorithm for everything "
-                        f"inside {quoted(module)}, got several"
-                    ]
+                    f"{self.source}: quantized_layers: expected one algorithm for everything "
+                    f"inside {quoted(module)}, got several"
                 )
             if decisions:
                 return decisions[0]
@@ -240,17 +238,15 @@ class MixedRules(ModelOptRules):
         source = f"{self.source}: quantized_layers: {quoted(key)}"
         entry = self._layers[key]
         if not isinstance(entry, dict):
-            raise CheckpointError([f"{source}: expected an object, got {quoted(entry)}"])
+            raise CheckpointError(f"{source}: expected an object, got {quoted(entry)}")
         problems = find_unknown_keys(entry, MODELOPT_LAYER_KEYS, source)
         algorithm = _algorithm(entry, source)
         if algorithm is None:
             return Decision(None, source)
         if algorithm not in ALGORITHMS:
             raise CheckpointError(
-                [
-                    f"{source}: quant_algo {quoted(algorithm)} is not supported"
-                    f"{why_refused(algorithm)}; supported: {', '.join(ALGORITHMS)}"
-                ]
+                f"{source}: quant_algo {quoted(algorithm)} is not supported"
+                f"{why_refused(algorithm)}; supported: {', '.join(ALGORITHMS)}"
             )
         problems += _find_options(entry, source)
         if problems:
@@ -279,25 +275,21 @@ def parse(section: Mapping[str, Any], source: str) -> ModelOptRules | None:
     """
     section = _flatten(section, source)
     if "quant_algo" not in section:
-        raise CheckpointError([f"{source}: quant_algo: missing; supported: {_SUPPORTED}"])
+        raise CheckpointError(f"{source}: quant_algo: missing; supported: {_SUPPORTED}")
     algorithm = _algorithm(section, source)
     if algorithm is None:
         return None
     if algorithm not in (*ALGORITHMS, MIXED):
         raise CheckpointError(
-            [
-                f"{source}: quant_algo {quoted(algorithm)} is not supported"
-                f"{why_refused(algorithm)}; supported: {_SUPPORTED}"
-            ]
+            f"{source}: quant_algo {quoted(algorithm)} is not supported"
+            f"{why_refused(algorithm)}; supported: {_SUPPORTED}"
         )
-    problems = find_unknown_keys(section, MODELOPT_KEYS, source)
+    problems = Problems(find_unknown_keys(section, MODELOPT_KEYS, source))
     problems += [*find_transforms(section, source), *_find_options(section, source)]
-    try:
+    rules = None
+    with problems.collected():
         rules = _read_rules(section, algorithm, source)
-    except CheckpointError as error:
-        raise CheckpointError([*problems, *error.problems]) from None
-    if problems:
-        raise CheckpointError(problems)
+    problems.finish()
     return rules
 
 
@@ -317,7 +309,7 @@ def _read_rules(section, algorithm, source) -> ModelOptRules:
         return ModelOptRules(source, algorithm, exclusions, kv_cache, activations)
     layers = object_in(section, "quantized_layers", source)
     if not layers:
-        raise CheckpointError([f"{source}: {MIXED} needs quantized_layers, which is empty"])
+        raise CheckpointError(f"{source}: {MIXED} needs quantized_layers, which is empty")
     return MixedRules(source, exclusions, kv_cache, activations, layers)
 
 
@@ -357,11 +349,11 @@ def _read_groups(section, source, fp4) -> dict[str, Mapping[str, Any]]:
       source: as for `parse`.
       fp4: whether all modules are NVFP4, so that groups must have its block size.
     """
-    problems, found = [], {}
+    problems, found = Problems(), {}
     groups = object_in(section, "config_groups", source)
     for name in groups:
         place = f"{source}: config_groups: {quoted(name)}"
-        try:
+        with problems.collected():
             found[name] = group = object_in(groups, name, f"{source}: config_groups")
             problems += find_unknown_keys(group, MODELOPT_GROUP_KEYS, place)
             problems += _find_options(group, place)
@@ -371,10 +363,7 @@ def _read_groups(section, source, fp4) -> dict[str, Mapping[str, Any]]:
                 problems += _find_asymmetry(arguments, f"{place}: {key}")
             if fp4:
                 _check_group_size(object_in(group, "weights", place), place)
-        except CheckpointError as error:
-            problems += error.problems
-    if problems:
-        raise CheckpointError(problems)
+    problems.finish()
     return found
 
 
@@ -477,10 +466,8 @@ def _algorithm(section, source):
         return None
     if not isinstance(algorithm, str):
         raise CheckpointError(
-            [
-                f"{source}: quant_algo: expected a name, got {quoted(algorithm)}; "
-                f"supported: {_SUPPORTED}"
-            ]
+            f"{source}: quant_algo: expected a name, got {quoted(algorithm)}; "
+            f"supported: {_SUPPORTED}"
         )
     return algorithm.upper()
 

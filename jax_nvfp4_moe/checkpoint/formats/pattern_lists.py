@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, quoted
 from jax_nvfp4_moe.checkpoint.formats.regular_expressions import PatternError, RegularExpression
 
 _REGEX = "re:"
@@ -106,7 +106,7 @@ def compile_expression(pattern: str, source: str) -> Pattern:
     try:
         return _Expression(pattern, RegularExpression(pattern))
     except PatternError as error:
-        raise CheckpointError([f"{source}: pattern {quoted(pattern)} {error}"]) from None
+        raise CheckpointError(f"{source}: pattern {quoted(pattern)} {error}") from None
 
 
 class PatternIndex:
@@ -139,10 +139,8 @@ class PatternIndex:
         for text, alike in ((text, a) for table in tables for text, a in table.items()):
             if len(alike) > _MOST_ALIKE:
                 raise CheckpointError(
-                    [
-                        f"{source}: {len(alike)} patterns have no longer literal text than "
-                        f"{quoted(text)}; expected at most {_MOST_ALIKE} of them"
-                    ]
+                    f"{source}: {len(alike)} patterns have no longer literal text than "
+                    f"{quoted(text)}; expected at most {_MOST_ALIKE} of them"
                 )
 
     def find(self, names: Iterable[str]) -> list[int]:
@@ -186,18 +184,15 @@ class Entries:
           CheckpointError: as for `compile_expression`; it lists all wrong entries.
         """
         self._names: dict[str, list[int]] = {}
-        patterns, problems = [], []
+        patterns, problems = [], Problems()
         for number, entry in enumerate(entries):
             if not entry.startswith(_REGEX):
                 if entry:
                     self._names.setdefault(entry, []).append(number)
                 continue
-            try:
+            with problems.collected():
                 patterns.append((number, compile_expression(entry.removeprefix(_REGEX), source)))
-            except CheckpointError as error:
-                problems += error.problems
-        if problems:
-            raise CheckpointError(problems)
+        problems.finish()
         self._patterns, self._has_patterns = PatternIndex(patterns, source), bool(patterns)
 
     def __bool__(self) -> bool:

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
 from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.formats.fp8_blocks import (
@@ -101,7 +101,7 @@ class QuantConfig:
             each = "; ".join(
                 f"{source} says {choices[0].scheme or 'dense'}" for source, choices in said.items()
             )
-            raise CheckpointError([f"{quoted(module)}: the quantization configs disagree: {each}"])
+            raise CheckpointError(f"{quoted(module)}: the quantization configs disagree: {each}")
         return first
 
 
@@ -115,13 +115,11 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
     Raises:
       CheckpointError: an algorithm is unknown or not supported, or two places disagree.
     """
-    problems: list[str] = []
+    problems = Problems()
     found: list[tuple[CheckpointFormat, Rules | None]] = []
     for read in (_from_file, _from_config):
-        try:
+        with problems.collected():
             found.extend(read(pathlib.Path(folder), config))
-        except CheckpointError as error:
-            problems += error.problems
     found = _with_manifests(found)
     verdicts = [_verdicts(format, rules) for format, rules in found]
     if not problems and verdicts and not set.intersection(*verdicts):
@@ -129,8 +127,7 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
             "the quantization configs disagree: "
             + "; ".join(_describe(format, rules) for format, rules in found)
         )
-    if problems:
-        raise CheckpointError(problems, str(folder))
+    problems.finish(str(folder))
     rules = tuple(rules for _, rules in found if rules is not None)
     return QuantConfig(found[0][0], rules) if rules else QuantConfig()
 
@@ -171,7 +168,7 @@ def _from_config(_, config):
 def _parse_section(section, source):
     """Return the format and the rules of one quantization config."""
     if not isinstance(section, dict):
-        raise CheckpointError([f"{source}: expected an object, got {quoted(section)}"])
+        raise CheckpointError(f"{source}: expected an object, got {quoted(section)}")
     method = section.get("quant_method")
     if method is None and not _MODELOPT_KEYS.isdisjoint(section):
         method = MODELOPT.quant_method  # the contents of hf_quant_config.json
@@ -182,10 +179,8 @@ def _parse_section(section, source):
             return format, format.parse(section, source)
     supported = ", ".join(format.quant_method for format in FORMATS)
     raise CheckpointError(
-        [
-            f"{source}: quant_method {quoted(method)} is not supported{why_refused(method)}; "
-            f"supported: {supported}"
-        ]
+        f"{source}: quant_method {quoted(method)} is not supported{why_refused(method)}; "
+        f"supported: {supported}"
     )
 
 

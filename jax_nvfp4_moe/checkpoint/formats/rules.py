@@ -216,7 +216,7 @@ def check_group_size(value: Any, source: str) -> None:
     if (type(value) is int and value == BLOCK) or value == str(BLOCK):
         return
     raise CheckpointError(
-        [f"{source}: group_size: expected {BLOCK}, the block size of NVFP4; got {quoted(value)}"]
+        f"{source}: group_size: expected {BLOCK}, the block size of NVFP4; got {quoted(value)}"
     )
 
 
@@ -242,7 +242,7 @@ def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]
         return ()
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(filter(None, map(clean_name, value)))
-    raise CheckpointError([f"{source}: {key}: expected a list of names, got {quoted(value)}"])
+    raise CheckpointError(f"{source}: {key}: expected a list of names, got {quoted(value)}")
 
 
 def object_in(section: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
@@ -256,4 +256,4 @@ def object_in(section: Mapping[str, Any], key: str, source: str) -> Mapping[str,
         return {}
     if isinstance(value, dict):
         return value
-    raise CheckpointError([f"{source}: {key}: expected an object, got {quoted(value)}"])
+    raise CheckpointError(f"{source}: {key}: expected an object, got {quoted(value)}")

@@ -70,6 +70,6 @@ def names_of(module: str) -> list[str]:
     """
     names = equivalent_names(module)
     if _EXPERTS not in module:
-        return names
+        return list(names)
     blocks = [name.partition(_EXPERTS)[0] + _EXPERTS[:-1] for name in names]
     return list(dict.fromkeys([*names, *blocks]))

@@ -10,7 +10,7 @@ Source: https://github.com/vllm-project/compressed-tensors, `transform/transform
 from collections.abc import Mapping
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.errors import Problems, quoted
 from jax_nvfp4_moe.checkpoint.formats.rules import object_in
 
 _STORED = ("weight_input", "weight_output")
@@ -24,8 +24,8 @@ def find_transforms(section: Mapping[str, Any], source: str) -> list[str]:
       section: a quantization config, which may have ``transform_config`` and ``sparsity_config``.
       source: the file and the key of the config, for messages.
     """
-    problems: list[str] = []
-    try:
+    problems = Problems()
+    with problems.collected():
         transforms = object_in(section, "transform_config", source)
         groups = object_in(transforms, "config_groups", f"{source}: transform_config")
         others = [key for key in transforms if key != "config_groups" and transforms[key]]
@@ -36,8 +36,6 @@ def find_transforms(section: Mapping[str, Any], source: str) -> list[str]:
             group = object_in(groups, name, f"{source}: transform_config: config_groups")
             problems += _find_rotations(group, place)
         problems += _find_sparsity(section, source)
-    except CheckpointError as error:
-        problems += error.problems
     return problems
 
 
