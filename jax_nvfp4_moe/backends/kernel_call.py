@@ -28,14 +28,14 @@ def kernel_call(
         (default) for none.
 
     Returns:
-      A function of arrays, and of attributes by name, with what `jax.ffi.ffi_call` returns. Inside
+      A function of arrays, and of attributes by name, that returns the result, or a tuple. Inside
       `jax.shard_map`, the results vary along the mesh axes along which any operand varies. The call
       of JAX gives results that do not vary, and their gradients would be wrong.
     """
     aliases = dict(input_output_aliases or {})
     is_single = not isinstance(results, Sequence)
     several = [results] if is_single else results
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in several]
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in several)
     call = jax.ffi.ffi_call(
         ffi_target,
         shapes[0] if is_single else shapes,
@@ -51,9 +51,9 @@ def kernel_call(
         if 0 not in operands[0].shape:
             return call(*operands, **attributes)
         kept = {result: operands[operand] for operand, result in aliases.items()}
-        found = [
+        found = tuple(
             kept[i] if i in kept else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(shapes)
-        ]
+        )
         return found[0] if is_single else found
 
     return run

@@ -88,6 +88,19 @@ def test_the_op_is_differentiated_around_its_call_on_a_gpu():
     assert "stablehlo.cosine" in text
 
 
+def test_no_tokens_have_a_derivative_on_a_gpu():
+    """No kernel runs, and the results have the structure of those of the definition."""
+    down = jnp.zeros((1, 0, 28), jnp.bfloat16)
+    cache, positions = jnp.zeros((1, 1, 8, 12), jnp.bfloat16), jnp.zeros((1, 0), jnp.int32)
+
+    def loss(down):
+        weights = {"kv_weight": jnp.ones(8), "q_weight": jnp.ones(16)}
+        q, written = ops.prepare_latents(down, positions, cache, **weights, target=GPU)
+        return q.astype(jnp.float32).sum() + written.astype(jnp.float32).sum()
+
+    assert jax.grad(loss)(down).shape == down.shape
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
