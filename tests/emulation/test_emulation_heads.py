@@ -1,17 +1,21 @@
 """Run the suite of `prepare_heads` on its CUDA kernel, compiled for a CPU, and test its sines."""
 
-import attention_emulation
 import cuda_emulation
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from axes import axis
 from fp8_head_suite import FP8_HEAD_CASES, Fp8HeadSuite
-from head_suite import CASES, PAIRS, HeadSuite
+from head_suite import CASES, PAIRS, HeadSuite, prepare
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+def run_heads(library, call):
+    run = cuda_emulation.on_device(library, prepare, "heads_cuda")
+    return run(call.operands, options=call.options)
 
 
 class TestHeads(HeadSuite):
@@ -20,7 +24,7 @@ class TestHeads(HeadSuite):
 
     @pytest.fixture
     def run(self, library):
-        return lambda call: attention_emulation.prepare_heads(library, call)
+        return lambda call: run_heads(library, call)
 
 
 class TestFp8(Fp8HeadSuite):
@@ -29,7 +33,7 @@ class TestFp8(Fp8HeadSuite):
 
     @pytest.fixture
     def run(self, library):
-        return lambda call: attention_emulation.prepare_heads(library, call)
+        return lambda call: run_heads(library, call)
 
 
 @pytest.mark.parametrize("largest", [1.0, 100.0, 2.0**17, 2.0**18])
