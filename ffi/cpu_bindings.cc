@@ -26,6 +26,7 @@
 #include "checks.h"
 #include "cpu/ops.h"
 #include "heads_checks.h"
+#include "operands.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -70,6 +71,30 @@ ffi::Error ChooseIsa(const ffi::Dictionary& attributes, const cpu::Kernels** ker
   for (std::string_view name : cpu::SupportedIsas()) names += ", " + std::string(name);
   return Expected("isa", "auto or one of this CPU's" + names.substr(1), std::string(isa));
 }
+
+// The body of a handler: reads the operands of `table`, and runs `run` on them.
+template <size_t kSize, typename Run>
+ffi::Error Handle(const Operand (&table)[kSize], const Run& run, ffi::ThreadPool pool,
+                  const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                  const ffi::Dictionary& attributes) {
+  Call operands;
+  NVFP4_RETURN_IF_ERROR(operands.Read(table, args, rets, kRules.alignment));
+  XlaThreadPool threads(pool);
+  const ffi::Error error = run(threads, operands, attributes);
+  if (error.failure() || operands.is_checked()) return error;
+  return ffi::Error::Internal("a handler does not check its operands");
+}
+
+// Defines the handler `name` of a target whose operands are those of `table`. `run` gets the
+// threads, the operands and the attributes.
+#define NVFP4_CPU_HANDLER(name, table, run)                                       \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                  \
+      name,                                                                       \
+      ([](ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, \
+          ffi::Dictionary attributes) {                                           \
+        return Handle(table, run, pool, args, rets, attributes);                  \
+      }),                                                                         \
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs())
 
 ffi::Error MoEW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_packed,
                        ffi::AnyBuffer gate_up_block_scale, ffi::AnyBuffer gate_up_global_scale,
@@ -197,188 +222,168 @@ ffi::Error QuantizeCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gl
   return ffi::Error::Success();
 }
 
-ffi::Error DenseCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                    ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+constexpr Operand kDenseOperands[] = {
+    {"x", kF32, "[m, k]"},
+    {"weight", kBF16, "[n, k]"},
+    {"y", kF32, "[m, n]", kResult},
+};
+
+ffi::Error DenseCpu(XlaThreadPool& threads, const Call& operands,
+                    const ffi::Dictionary& attributes) {
   const cpu::Kernels* kernels;
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
-  NVFP4_RETURN_IF_ERROR(ExpectType("x", x.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("weight", weight.element_type(), ffi::BF16));
-  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("x [m, k]", x.dimensions(), 2));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("weight [n, k]", weight.dimensions(), 2));
-  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = weight.dimensions()[0];
-  NVFP4_RETURN_IF_ERROR(ExpectDims("weight [n, k]", weight.dimensions(), {n, k}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("y [m, n]", y->dimensions(), {m, n}));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"weight", weight}, {"y", *y}}, kRules.alignment));
+  NVFP4_RETURN_IF_ERROR(operands.Check());
   const cpu::DenseArguments arguments = {
-      Data<float>(x), Data<uint16_t>(weight), static_cast<float*>(y->untyped_data()), m, n, k};
-  XlaThreadPool threads(pool);
+      operands.in_or_null("x"), operands.in_or_null<uint16_t>("weight"),
+      operands.out<float>("y"), operands.size("m"),
+      operands.size("n"),       operands.size("k")};
   cpu::RunDenseCpu(arguments, *kernels, threads);
   return ffi::Error::Success();
 }
 
 #if defined(__x86_64__)
 
-// `v` holds the values in its first columns. It is `k` again if values are a part of the keys.
+constexpr Operand kAttentionOperands[] = {
+    {"q", kBF16, "[b, t, n, d]"},
+    {"k", kBF16, "[b, m, s, d]"},
+    // The values are in the first columns. It is `k` again if values are a part of the keys.
+    {"v", kBF16, "[b, m, s, width]"},
+    {"positions", kS32, "[b, t]"},
+    {"sinks", kF32, "[n] or [0]"},
+    {"y", kBF16, "[b, t, n, dv]", kResult},
+};
+
 template <const cpu::AttentionKernels& kKernels>
-ffi::Error AttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                        ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
-                        ffi::Result<ffi::AnyBuffer> result, float scale, int32_t window,
-                        int32_t chunk) {
-  const ffi::AnyBuffer y = *result;
-  for (const NamedOperand& operand :
-       {NamedOperand{"q", q}, NamedOperand{"k", k}, NamedOperand{"v", v}, NamedOperand{"y", y}}) {
-    NVFP4_RETURN_IF_ERROR(ExpectType(operand.name, operand.buffer.element_type(), ffi::BF16));
-    NVFP4_RETURN_IF_ERROR(ExpectRank(operand.name, operand.buffer.dimensions(), 4));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("sinks", sinks.element_type(), ffi::F32));
-  const int64_t b = q.dimensions()[0], t = q.dimensions()[1], n = q.dimensions()[2];
-  const int64_t d = q.dimensions()[3], m = k.dimensions()[1], s = k.dimensions()[2];
-  const int64_t v_width = v.dimensions()[3], dv = y.dimensions()[3];
-  NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, m, s, d]", k.dimensions(), {b, m, s, d}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("v [b, m, s, dv]", v.dimensions(), {b, m, s, v_width}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, n, dv]", y.dimensions(), {b, t, n, dv}));
-  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("sinks [n]", sinks.dimensions(), {n}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("v's width", v_width, dv));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("m (k)", m, 1));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (q)", n, m));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("window", window, 0));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("chunk", chunk, 0));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned(
-      {{"q", q}, {"k", k}, {"v", v}, {"positions", positions}, {"sinks", sinks}, {"y", y}},
-      kRules.alignment));
-  const cpu::AttentionArguments arguments = {Data<uint16_t>(q),
-                                             Data<uint16_t>(k),
-                                             Data<uint16_t>(v),
-                                             Data<int32_t>(positions),
-                                             Data<float>(sinks),
-                                             static_cast<uint16_t*>(y.untyped_data()),
-                                             b,
-                                             t,
+ffi::Error AttentionCpu(XlaThreadPool& threads, const Call& operands,
+                        const ffi::Dictionary& attributes) {
+  float scale;
+  int32_t window, chunk;  // 0 for none
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "scale", &scale));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "window", &window));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "chunk", &chunk));
+  const int64_t n = operands.size("n"), m = operands.size("m");
+  const int64_t width = operands.size("width"), dv = operands.size("dv");
+  NVFP4_RETURN_IF_ERROR(operands.Check({AtLeast("v's width", width, dv), AtLeast("m (k)", m, 1),
+                                        MultipleOf("n (q)", n, m), AtLeast("window", window, 0),
+                                        AtLeast("chunk", chunk, 0)}));
+  const cpu::AttentionArguments arguments = {operands.in_or_null<uint16_t>("q"),
+                                             operands.in_or_null<uint16_t>("k"),
+                                             operands.in_or_null<uint16_t>("v"),
+                                             operands.in_or_null<int32_t>("positions"),
+                                             operands.in_or_null("sinks"),
+                                             operands.out<uint16_t>("y"),
+                                             operands.size("b"),
+                                             operands.size("t"),
                                              n,
                                              m,
-                                             s,
-                                             d,
+                                             operands.size("s"),
+                                             operands.size("d"),
                                              dv,
-                                             v_width,
+                                             width,
                                              scale,
                                              window,
                                              chunk};
-  XlaThreadPool threads(pool);
   cpu::RunAttentionCpu(arguments, kKernels, threads);
   return ffi::Error::Success();
 }
 
 #endif  // defined(__x86_64__)
 
-// Puts `operand` where a kernel updates it in place. Under jax.vmap, a call has no aliases.
-void PutInPlace(ffi::AnyBuffer operand, ffi::AnyBuffer result) {
-  if (operand.untyped_data() == result.untyped_data() || operand.size_bytes() == 0) return;
-  std::memcpy(result.untyped_data(), operand.untyped_data(), operand.size_bytes());
+// Puts an operand where a kernel updates it in place. Under jax.vmap, a call has no aliases.
+void PutInPlace(const Call& operands, std::string_view operand, std::string_view result) {
+  const void* source = operands.in<void>(operand);
+  if (source == operands.out(result) || !operands.has(operand)) return;
+  std::memcpy(operands.out(result), source, operands[operand].size_bytes());
 }
 
-// Fills `arguments` for both forms of `prepare_heads`. `cache_type` is that of the qkv, or E4M3.
-ffi::Error ReadHeads(const HeadsOperands& o, ffi::DataType cache_type,
-                     const ffi::Dictionary& attributes, cpu::HeadsArguments* arguments,
-                     const cpu::Kernels** kernels) {
+// Fills `arguments` for both forms of `prepare_heads`.
+ffi::Error ReadHeads(const Call& operands, const ffi::Dictionary& attributes,
+                     cpu::HeadsArguments* arguments, const cpu::Kernels** kernels) {
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, kernels));
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "eps", &arguments->eps));
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotation_scale", &arguments->rotation_scale));
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotates_first", &arguments->rotates_first));
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "gated", &arguments->gated));
-  NVFP4_RETURN_IF_ERROR(CheckHeads(o, arguments->gated, cache_type, kRules.alignment,
-                                   &arguments->shape, &arguments->type, &arguments->weight_type));
-  PutInPlace(o.keys, o.new_keys);
-  PutInPlace(o.values, o.new_values);
-  arguments->qkv = o.qkv.untyped_data();
-  arguments->positions = Data<int32_t>(o.positions);
-  arguments->q_weight = Data<void>(o.q_weight);
-  arguments->k_weight = Data<void>(o.k_weight);
-  arguments->frequencies = Data<float>(o.frequencies);
-  arguments->q = o.q.untyped_data();
-  arguments->keys = o.new_keys.untyped_data();
-  arguments->values = o.new_values.untyped_data();
+  NVFP4_RETURN_IF_ERROR(
+      ReadHeadsShape(operands, arguments->gated, /*factor=*/1, &arguments->shape));
+  PutInPlace(operands, "keys", "new_keys");
+  PutInPlace(operands, "values", "new_values");
+  arguments->type = operands.type("qkv");
+  arguments->weight_type = operands.type("q_weight");
+  arguments->qkv = operands.in<void>("qkv");
+  arguments->positions = operands.in_or_null<int32_t>("positions");
+  arguments->q_weight = operands.in_or_null<void>("q_weight");
+  arguments->k_weight = operands.in_or_null<void>("k_weight");
+  arguments->frequencies = operands.in_or_null("frequencies");
+  arguments->q = operands.out("q");
+  arguments->keys = operands.out("new_keys");
+  arguments->values = operands.out("new_values");
   return ffi::Error::Success();
 }
 
-ffi::Error HeadsCpu(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
-                    ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
-                    ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
-                    ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> new_keys,
-                    ffi::Result<ffi::AnyBuffer> new_values, ffi::Dictionary attributes) {
+ffi::Error HeadsCpu(XlaThreadPool& threads, const Call& operands,
+                    const ffi::Dictionary& attributes) {
   const cpu::Kernels* kernels;
   cpu::HeadsArguments arguments = {};
-  NVFP4_RETURN_IF_ERROR(ReadHeads(
-      {qkv, positions, keys, values, q_weight, k_weight, frequencies, *q, *new_keys, *new_values},
-      qkv.element_type(), attributes, &arguments, &kernels));
-  XlaThreadPool threads(pool);
+  NVFP4_RETURN_IF_ERROR(ReadHeads(operands, attributes, &arguments, &kernels));
   cpu::RunHeadsCpu(arguments, *kernels, threads);
   return ffi::Error::Success();
 }
 
-ffi::Error HeadsFp8Cpu(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
-                       ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
-                       ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies, ffi::AnyBuffer k_scale,
-                       ffi::AnyBuffer v_scale, ffi::Result<ffi::AnyBuffer> q,
-                       ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
-                       ffi::Dictionary attributes) {
+ffi::Error HeadsFp8Cpu(XlaThreadPool& threads, const Call& operands,
+                       const ffi::Dictionary& attributes) {
   const cpu::Kernels* kernels;
   cpu::HeadsArguments arguments = {};
-  NVFP4_RETURN_IF_ERROR(ReadHeads(
-      {qkv, positions, keys, values, q_weight, k_weight, frequencies, *q, *new_keys, *new_values},
-      ffi::F8E4M3FN, attributes, &arguments, &kernels));
-  NVFP4_RETURN_IF_ERROR(CheckHeadScales(k_scale, v_scale, arguments.shape.m, kRules.alignment));
+  NVFP4_RETURN_IF_ERROR(ReadHeads(operands, attributes, &arguments, &kernels));
   NVFP4_RETURN_IF_ERROR(
       Attribute(attributes, "multiply_by_reciprocal", &arguments.multiply_by_reciprocal));
-  arguments.k_scale = Data<float>(k_scale);
-  arguments.v_scale = Data<float>(v_scale);
-  XlaThreadPool threads(pool);
+  arguments.k_scale = operands.in_or_null("k_scale");
+  arguments.v_scale = operands.in_or_null("v_scale");
   cpu::RunHeadsCpu(arguments, *kernels, threads);
   return ffi::Error::Success();
 }
 
+constexpr Operand kReadRowsOperands[] = {
+    {"table", kAnyType, "[v, h]"},
+    {"ids", kS32, "[n]"},
+    {"rows", Like("table"), "[n, h]", kResult},
+};
+
 // rows[i] = table[ids[i]]. Ids outside of the table read its first or last row.
-ffi::Error ReadRowsCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::Result<ffi::AnyBuffer> rows) {
-  NVFP4_RETURN_IF_ERROR(ExpectType("ids", ids.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("rows", rows->element_type(), table.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("table [v, h]", table.dimensions(), 2));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("ids [n]", ids.dimensions(), 1));
-  const int64_t v = table.dimensions()[0], h = table.dimensions()[1], n = ids.dimensions()[0];
-  NVFP4_RETURN_IF_ERROR(ExpectDims("rows [n, h]", rows->dimensions(), {n, h}));
-  if (rows->size_bytes() == 0) return ffi::Error::Success();
+ffi::Error ReadRowsCpu(XlaThreadPool&, const Call& operands, const ffi::Dictionary&) {
+  NVFP4_RETURN_IF_ERROR(operands.Check());
+  if (!operands.has("rows")) return ffi::Error::Success();
+  const int64_t v = operands.size("v");
   NVFP4_RETURN_IF_ERROR(ExpectAtLeast("v (table)", v, 1));
-  const size_t bytes = table.size_bytes() / static_cast<size_t>(v);
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t at = std::clamp<int64_t>(Data<int32_t>(ids)[i], 0, v - 1);
-    std::memcpy(static_cast<uint8_t*>(rows->untyped_data()) + i * bytes,
-                Data<uint8_t>(table) + at * bytes, bytes);
+  const size_t bytes = operands["table"].size_bytes() / static_cast<size_t>(v);
+  for (int64_t i = 0; i < operands.size("n"); ++i) {
+    const int64_t at = std::clamp<int64_t>(operands.in<int32_t>("ids")[i], 0, v - 1);
+    std::memcpy(operands.out<uint8_t>("rows") + i * bytes,
+                operands.in<uint8_t>("table") + at * bytes, bytes);
   }
   return ffi::Error::Success();
 }
 
+constexpr Operand kWriteTokensOperands[] = {
+    {"entries", kAnyType, "[b, m, s, d]"},
+    {"positions", kS32, "[b, t]"},
+    {"values", Like("entries"), "[b, t, m, d]"},
+    {"written", Like("entries"), "[b, m, s, d]", kResult},  // entries, in place
+};
+
 // entries[row, :, positions[row, t]] = values[row, t], in place. Positions outside of the cache are
 // not written.
-ffi::Error WriteTokensCpu(ffi::AnyBuffer entries, ffi::AnyBuffer positions, ffi::AnyBuffer values,
-                          ffi::Result<ffi::AnyBuffer> written) {
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("values", values.element_type(), entries.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("written", written->element_type(), entries.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("entries [b, m, s, d]", entries.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("positions [b, t]", positions.dimensions(), 2));
-  const int64_t b = entries.dimensions()[0], m = entries.dimensions()[1];
-  const int64_t s = entries.dimensions()[2], d = entries.dimensions()[3];
-  const int64_t t = positions.dimensions()[1];
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("values [b, t, m, d]", values.dimensions(), {b, t, m, d}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("written [b, m, s, d]", written->dimensions(), {b, m, s, d}));
-  if (values.size_bytes() == 0) return ffi::Error::Success();
-  const size_t bytes = values.size_bytes() / static_cast<size_t>(b * t * m);
-  auto* target = static_cast<uint8_t*>(written->untyped_data());
-  const auto* source = Data<uint8_t>(values);
+ffi::Error WriteTokensCpu(XlaThreadPool&, const Call& operands, const ffi::Dictionary&) {
+  NVFP4_RETURN_IF_ERROR(operands.Check());
+  if (!operands.has("values")) return ffi::Error::Success();
+  const int64_t b = operands.size("b"), m = operands.size("m"), s = operands.size("s");
+  const int64_t t = operands.size("t");
+  const size_t bytes = operands["values"].size_bytes() / static_cast<size_t>(b * t * m);
+  auto* target = operands.out<uint8_t>("written");
+  const auto* source = operands.in<uint8_t>("values");
+  const auto* positions = operands.in<int32_t>("positions");
   for (int64_t token = 0; token < b * t; ++token) {
-    const int64_t position = Data<int32_t>(positions)[token];
+    const int64_t position = positions[token];
     if (position < 0 || position >= s) continue;
     for (int64_t head = 0; head < m; ++head) {
       const int64_t place = (token / t * m + head) * s + position;
@@ -437,82 +442,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::BufferR1<ffi::U8>>()  // workspace     [0]
         .Attrs());                      // scale_layout, isa
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kDenseCpu, DenseCpu,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x       [m, k] F32
-                                  .Arg<ffi::AnyBuffer>()  // weight  [n, k] BF16
-                                  .Ret<ffi::AnyBuffer>()  // y       [m, n] F32
-                                  .Attrs());              // isa
-
+NVFP4_CPU_HANDLER(kDenseCpu, kDenseOperands, DenseCpu);
 #if defined(__x86_64__)
-
-auto AttentionBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d] BF16
-      .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d] BF16
-      .Arg<ffi::AnyBuffer>()  // v          [b, m, s, dv or more] BF16
-      .Arg<ffi::AnyBuffer>()  // positions  [b, t] S32
-      .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0] F32
-      .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv] BF16
-      .Attr<float>("scale")
-      .Attr<int32_t>("window")  // 0 for none
-      .Attr<int32_t>("chunk");  // 0 for none
-}
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttentionAmx, AttentionCpu<cpu::kAttentionAmx>, AttentionBinding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttentionAvx512, AttentionCpu<cpu::kAttentionAvx512>,
-                              AttentionBinding());
-
+NVFP4_CPU_HANDLER(kAttentionAmx, kAttentionOperands, AttentionCpu<cpu::kAttentionAmx>);
+NVFP4_CPU_HANDLER(kAttentionAvx512, kAttentionOperands, AttentionCpu<cpu::kAttentionAvx512>);
 #endif  // defined(__x86_64__)
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    kHeadsCpu, HeadsCpu,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d] BF16 or F16
-        .Arg<ffi::AnyBuffer>()  // positions    [b, t] S32
-        .Arg<ffi::AnyBuffer>()  // keys         [b, m, s, d]
-        .Arg<ffi::AnyBuffer>()  // values       [b, m, s, d]
-        .Arg<ffi::AnyBuffer>()  // q_weight     [d] or [0]
-        .Arg<ffi::AnyBuffer>()  // k_weight     [d] or [0]
-        .Arg<ffi::AnyBuffer>()  // frequencies  [r/2] F32
-        .Ret<ffi::AnyBuffer>()  // q            [b, t, n, d]
-        .Ret<ffi::AnyBuffer>()  // new_keys     keys, in place
-        .Ret<ffi::AnyBuffer>()  // new_values   values, in place
-        .Attrs());              // eps, rotation_scale, rotates_first, gated, isa
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    kHeadsFp8Cpu, HeadsFp8Cpu,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d] BF16 or F16
-        .Arg<ffi::AnyBuffer>()  // positions    [b, t] S32
-        .Arg<ffi::AnyBuffer>()  // keys         [b, m, s, d] F8E4M3FN
-        .Arg<ffi::AnyBuffer>()  // values       [b, m, s, d] F8E4M3FN
-        .Arg<ffi::AnyBuffer>()  // q_weight     [d] or [0]
-        .Arg<ffi::AnyBuffer>()  // k_weight     [d] or [0]
-        .Arg<ffi::AnyBuffer>()  // frequencies  [r/2] F32
-        .Arg<ffi::AnyBuffer>()  // k_scale      [m] F32
-        .Arg<ffi::AnyBuffer>()  // v_scale      [m] F32
-        .Ret<ffi::AnyBuffer>()  // q            [b, t, n, d]
-        .Ret<ffi::AnyBuffer>()  // new_keys     keys, in place
-        .Ret<ffi::AnyBuffer>()  // new_values   values, in place
-        .Attrs());              // those of kHeadsCpu, multiply_by_reciprocal
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kReadRowsCpu, ReadRowsCpu,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()    // table  [v, h] of any type
-                                  .Arg<ffi::AnyBuffer>()    // ids    [n] S32
-                                  .Ret<ffi::AnyBuffer>());  // rows   [n, h]
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kWriteTokensCpu, WriteTokensCpu,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()    // entries    [b, m, s, d] of any type
-                                  .Arg<ffi::AnyBuffer>()    // positions  [b, t] S32
-                                  .Arg<ffi::AnyBuffer>()    // values     [b, t, m, d]
-                                  .Ret<ffi::AnyBuffer>());  // written    entries, in place
+NVFP4_CPU_HANDLER(kHeadsCpu, kHeadsOperands, HeadsCpu);
+NVFP4_CPU_HANDLER(kHeadsFp8Cpu, kHeadsFp8Operands, HeadsFp8Cpu);
+NVFP4_CPU_HANDLER(kReadRowsCpu, kReadRowsOperands, ReadRowsCpu);
+NVFP4_CPU_HANDLER(kWriteTokensCpu, kWriteTokensOperands, WriteTokensCpu);
 
 const std::vector<NamedHandler>& Handlers() {
   static const std::vector<NamedHandler> handlers = [] {

@@ -1,8 +1,9 @@
-// The handlers of attention, and of what prepares its heads. As in cuda_bindings.cc, each one
-// decodes its operands and attributes, checks them, and launches kernels.
+// The targets of attention, and of what prepares its heads: their operands (operands.h), and the
+// handlers, which fill the structures of launch.h and launch kernels.
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -14,60 +15,76 @@
 #include "cuda_bindings.h"
 #include "cuda_checks.h"
 #include "heads_checks.h"
+#include "operands.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace nvfp4 {
 namespace {
 
-ffi::Error CheckAttention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                          ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::AnyBuffer y,
-                          ffi::DataType key_type, AttentionShape* shape, DataType* type) {
-  const int64_t factor = key_type == ffi::F8E4M3FN ? kE4M3HeadWidthFactor : kHeadWidthFactor;
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("q [b, t, n, d]", q.element_type(), type));
-  if (*type == DataType::kF32) return Expected("q", "bfloat16 or float16", "float32");
-  NVFP4_RETURN_IF_ERROR(ExpectType("k", k.element_type(), key_type));
-  NVFP4_RETURN_IF_ERROR(ExpectType("v", v.element_type(), key_type));
-  NVFP4_RETURN_IF_ERROR(ExpectType("y", y.element_type(), q.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("sinks", sinks.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, n, d]", q.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("k [b, m, s, d]", k.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("v [b, m, s, dv]", v.dimensions(), 4));
-  const int64_t b = q.dimensions()[0], t = q.dimensions()[1];
-  const int64_t n = q.dimensions()[2], d = q.dimensions()[3];
-  const int64_t m = k.dimensions()[1], s = k.dimensions()[2], dv = v.dimensions()[3];
-  *shape = {b, t, n, m, s, d, dv};
-  NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, m, s, d]", k.dimensions(), {b, m, s, d}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("v [b, m, s, dv]", v.dimensions(), {b, m, s, dv}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
-  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("sinks [n]", sinks.dimensions(), {n}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, n, dv]", y.dimensions(), {b, t, n, dv}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("m (k)", m, 1));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (q)", n, m));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (q)", d, factor));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("dv (v)", dv, factor));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (q)", d, kMaxHeadWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("dv (v)", dv, kMaxHeadWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (k)", s, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (q)", b, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (q)", n, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b t n (q)", b * t * n, kMaxRows));
-  return ExpectAligned(
-      {{"q", q}, {"k", k}, {"v", v}, {"positions", positions}, {"sinks", sinks}, {"y", y}},
-      kAlignment);
+constexpr Operand kAttentionOperands[] = {
+    {"q", kHalf, "[b, t, n, d]"},           {"k", Like("q"), "[b, m, s, d]"},
+    {"v", Like("q"), "[b, m, s, dv]"},      {"positions", kS32, "[b, t]"},
+    {"sinks", kF32, "[n] or [0]"},          {"y", Like("q"), "[b, t, n, dv]", kResult},
+    {"workspace", kU8, "[bytes]", kResult},
+};
+
+constexpr Operand kAttentionFp8Operands[] = {
+    {"q", kHalf, "[b, t, n, d]"},
+    {"k", kE4M3, "[b, m, s, d]"},
+    {"v", kE4M3, "[b, m, s, dv]"},
+    {"k_scale", kF32, "[m]"},
+    {"v_scale", kF32, "[m]"},
+    {"positions", kS32, "[b, t]"},
+    {"sinks", kF32, "[n] or [0]"},
+    {"y", Like("q"), "[b, t, n, dv]", kResult},
+    {"workspace", kU8, "[bytes]", kResult},
+};
+
+constexpr Operand kLatentOperands[] = {
+    {"q", kHalf, "[b, t, n, d]"},
+    {"k", Like("q"), "[b, m, s, d]"},
+    {"positions", kS32, "[b, t]"},
+    {"sinks", kF32, "[n] or [0]"},
+    {"y", Like("q"), "[b, t, n, dv]", kResult},
+    {"workspace", kU8, "[bytes]", kResult},
+};
+
+// What a form of attention allows. Widths are multiples of `factor`; `widest` names the operand
+// that has the width of a value.
+struct AttentionLimits {
+  int64_t factor, most_d, most_dv;
+  std::string_view widest;
+};
+
+// Reads what all forms of attention have.
+ffi::Error ReadAttention(const Call& operands, const AttentionLimits& limits, float scale,
+                         int32_t window, int32_t chunk, AttentionCall* call) {
+  const int64_t b = operands.size("b"), t = operands.size("t"), n = operands.size("n");
+  const int64_t m = operands.size("m"), s = operands.size("s"), d = operands.size("d");
+  const int64_t dv = operands.size("dv");
+  if (!(scale > 0.0f)) return Expected("scale", "a number above 0", std::to_string(scale));
+  NVFP4_RETURN_IF_ERROR(operands.Check(
+      {AtLeast("m (k)", m, 1), MultipleOf("n (q)", n, m), MultipleOf("d (q)", d, limits.factor),
+       MultipleOf(limits.widest, dv, limits.factor), AtMost("d (q)", d, limits.most_d),
+       AtMost(limits.widest, dv, limits.most_dv), AtMost("s (k)", s, kMaxRows),
+       AtMost("b (q)", b, kMaxRows), AtMost("t (q)", t, kMaxRows), AtMost("n (q)", n, kMaxRows),
+       AtMost("b t n (q)", b * t * n, kMaxRows), AtLeast("window", window, 0),
+       AtLeast("chunk", chunk, 0)}));
+  *call = {{b, t, n, m, s, d, dv}, operands.type("q"), scale, window, chunk};
+  call->positions_are_unchanged = running_chain.IsUnchanged(RangeOf(operands["positions"]));
+  return ffi::Error::Success();
 }
 
-// Reads the attributes that the two forms of attention share.
-ffi::Error ReadVisibility(float scale, int32_t window, int32_t chunk, AttentionCall* call) {
-  if (!(scale > 0.0f)) return Expected("scale", "a number above 0", std::to_string(scale));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("window", window, 0));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("chunk", chunk, 0));
-  call->scale = scale;
-  call->window = window;
-  call->chunk = chunk;
-  return ffi::Error::Success();
+AttentionBuffers AttentionBuffersOf(const Call& operands) {
+  AttentionBuffers buffers = {};
+  buffers.q = operands.in<void>("q");
+  buffers.k = operands.in<void>("k");
+  buffers.positions = operands.in<int32_t>("positions");
+  buffers.sinks = operands.in_or_null("sinks");
+  buffers.y = operands.out("y");
+  buffers.workspace = operands.out("workspace");
+  return buffers;
 }
 
 // Checks heads that the preceding call has left to the call that reads them.
@@ -81,19 +98,15 @@ ffi::Error CheckInputHeads(const InputHeads& heads, const AttentionBuffers& buff
                   "other operands");
 }
 
-ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                     ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> y,
-                     ffi::Result<ffi::AnyBuffer> workspace, float scale, int32_t window,
+ffi::Error Attention(cudaStream_t stream, const Call& operands, float scale, int32_t window,
                      int32_t chunk) {
+  constexpr AttentionLimits kLimits = {kHeadWidthFactor, kMaxHeadWidth, kMaxHeadWidth, "dv (v)"};
   AttentionCall call = {};
+  NVFP4_RETURN_IF_ERROR(ReadAttention(operands, kLimits, scale, window, chunk, &call));
   NVFP4_RETURN_IF_ERROR(
-      CheckAttention(q, k, v, positions, sinks, *y, q.element_type(), &call.shape, &call.type));
-  NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
-  call.positions_are_unchanged = running_chain.IsUnchanged(RangeOf(positions));
-  AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  v.untyped_data(),
-                              Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
-                              workspace->untyped_data()};
+      ExpectWorkspace(operands["workspace"], AttentionWorkspaceBytes(call.shape)));
+  AttentionBuffers buffers = AttentionBuffersOf(operands);
+  buffers.v = operands.in<void>("v");
   const std::optional<InputHeads> heads = running_chain.TakeWork<InputHeads>();
   if (heads) {
     NVFP4_RETURN_IF_ERROR(CheckInputHeads(*heads, buffers));
@@ -102,444 +115,247 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
   return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_cuda");
 }
 
-ffi::Error AttentionFp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                        ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, ffi::AnyBuffer positions,
-                        ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> y,
-                        ffi::Result<ffi::AnyBuffer> workspace, float scale, int32_t window,
+ffi::Error AttentionFp8(cudaStream_t stream, const Call& operands, float scale, int32_t window,
                         int32_t chunk) {
+  constexpr AttentionLimits kLimits = {kE4M3HeadWidthFactor, kMaxHeadWidth, kMaxHeadWidth,
+                                       "dv (v)"};
   AttentionCall call = {};
+  NVFP4_RETURN_IF_ERROR(ReadAttention(operands, kLimits, scale, window, chunk, &call));
   NVFP4_RETURN_IF_ERROR(
-      CheckAttention(q, k, v, positions, sinks, *y, ffi::F8E4M3FN, &call.shape, &call.type));
-  NVFP4_RETURN_IF_ERROR(CheckHeadScales(k_scale, v_scale, call.shape.m, kAlignment));
-  NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
-  call.positions_are_unchanged = running_chain.IsUnchanged(RangeOf(positions));
-  const AttentionBuffers buffers = {
-      q.untyped_data(),          k.untyped_data(),     v.untyped_data(),
-      Data<int32_t>(positions),  DataOrNull(sinks),    y->untyped_data(),
-      workspace->untyped_data(), Data<float>(k_scale), Data<float>(v_scale)};
+      ExpectWorkspace(operands["workspace"], AttentionWorkspaceBytes(call.shape)));
+  AttentionBuffers buffers = AttentionBuffersOf(operands);
+  buffers.v = operands.in<void>("v");
+  buffers.k_scale = operands.in("k_scale");
+  buffers.v_scale = operands.in("v_scale");
   return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_fp8_cuda");
 }
 
-ffi::Error CheckLatentAttention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer positions,
-                                ffi::AnyBuffer sinks, ffi::AnyBuffer y, AttentionCall* call) {
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("q [b, t, n, d]", q.element_type(), &call->type));
-  if (call->type == DataType::kF32) return Expected("q", "bfloat16 or float16", "float32");
-  NVFP4_RETURN_IF_ERROR(ExpectType("k", k.element_type(), q.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("y", y.element_type(), q.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("sinks", sinks.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, n, d]", q.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("k [b, m, s, d]", k.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("y [b, t, n, dv]", y.dimensions(), 4));
-  const int64_t b = q.dimensions()[0], t = q.dimensions()[1];
-  const int64_t n = q.dimensions()[2], d = q.dimensions()[3];
-  const int64_t m = k.dimensions()[1], s = k.dimensions()[2], dv = y.dimensions()[3];
-  call->shape = {b, t, n, m, s, d, dv};
-  NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, m, s, d]", k.dimensions(), {b, m, s, d}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
-  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("sinks [n]", sinks.dimensions(), {n}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, n, dv]", y.dimensions(), {b, t, n, dv}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("m (k)", m, 1));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (q)", n, m));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (q)", d, kHeadWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("dv (y)", dv, kHeadWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (q)", d, kMaxLatentWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("dv (y)", dv, std::min(d, kMaxLatentValueWidth)));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (k)", s, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (q)", b, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (q)", n, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b t n (q)", b * t * n, kMaxRows));
-  return ExpectAligned({{"q", q}, {"k", k}, {"positions", positions}, {"sinks", sinks}, {"y", y}},
-                       kAlignment);
-}
-
-ffi::Error LatentAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
-                           ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
-                           ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
-                           float scale, int32_t window, int32_t chunk) {
+ffi::Error LatentAttention(cudaStream_t stream, const Call& operands, float scale, int32_t window,
+                           int32_t chunk) {
+  const int64_t most_dv = std::min(operands.size("d"), kMaxLatentValueWidth);
+  const AttentionLimits limits = {kHeadWidthFactor, kMaxLatentWidth, most_dv, "dv (y)"};
   AttentionCall call = {};
-  NVFP4_RETURN_IF_ERROR(CheckLatentAttention(q, k, positions, sinks, *y, &call));
-  NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, LatentAttentionWorkspaceBytes(call.shape)));
-  const AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  nullptr,
-                                    Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
-                                    workspace->untyped_data()};
-  return FromCuda(LaunchLatentAttention(stream, call, buffers), "nvfp4_latent_attention_cuda");
+  NVFP4_RETURN_IF_ERROR(ReadAttention(operands, limits, scale, window, chunk, &call));
+  call.positions_are_unchanged = false;
+  NVFP4_RETURN_IF_ERROR(
+      ExpectWorkspace(operands["workspace"], LatentAttentionWorkspaceBytes(call.shape)));
+  return FromCuda(LaunchLatentAttention(stream, call, AttentionBuffersOf(operands)),
+                  "nvfp4_latent_attention_cuda");
 }
 
-// Checks what both products of heads share, and reads their sizes from the matrices [n, a, b].
-ffi::Error CheckHeadProduct(ffi::AnyBuffer x, std::string_view name, ffi::AnyBuffer matrices,
-                            ffi::AnyBuffer y, HeadProductCall* call) {
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call->type));
-  if (call->type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
-  NVFP4_RETURN_IF_ERROR(ExpectType(name, matrices.element_type(), x.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("y", y.element_type(), x.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, n, k + e]", x.dimensions(), 3));
-  NVFP4_RETURN_IF_ERROR(ExpectRank(name, matrices.dimensions(), 3));
-  const int64_t rows = x.dimensions()[0], n = x.dimensions()[1];
-  const int64_t k = matrices.dimensions()[call->expands ? 2 : 1];
-  const int64_t outputs = matrices.dimensions()[call->expands ? 1 : 2];
-  const int64_t e = x.dimensions()[2] - k;
-  NVFP4_RETURN_IF_ERROR(ExpectDims(name, matrices.dimensions(),
-                                   {n, matrices.dimensions()[1], matrices.dimensions()[2]}));
+constexpr Operand kQueryOperands[] = {
+    {"x", kHalf, "[rows, n, w]"},  // w is p + e
+    {"keys", Like("x"), "[n, p, k]"}, {"positions", kS32, "[rows]"},
+    {"frequencies", kF32, ""},      // [e/2] or [0]
+    {"y", Like("x"), "", kResult},  // [rows, n, k + e]
+};
+
+constexpr Operand kValueOperands[] = {
+    {"x", kHalf, "[rows, n, w]"},  // w is k
+    {"values", Like("x"), "[n, d, k]"},
+    {"y", Like("x"), "", kResult},  // [rows, n, d]
+};
+
+// Reads what both products of heads have. Each head has `k` channels in a sum, and `outputs` sums.
+// `name` is that of the matrices.
+ffi::Error ReadHeadProduct(const Call& operands, std::string_view name, int64_t k, int64_t outputs,
+                           HeadProductCall* call) {
+  const int64_t rows = operands.size("rows"), n = operands.size("n");
+  const int64_t e = operands.size("w") - k;
   NVFP4_RETURN_IF_ERROR(ExpectAtLeast("x [rows, n, k + e], e", e, 0));
   NVFP4_RETURN_IF_ERROR(
-      ExpectDims("y [rows, n, outputs + e]", y.dimensions(), {rows, n, outputs + e}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", rows, kMaxHeadProductRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (x)", n, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf(call->expands ? "k (values)" : "k (keys)",
-                                         call->expands ? k : outputs, kHeadProductFactor));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectAtMost(name, k, call->expands ? kMaxHeadProductLatent : kMaxHeadProductQuery));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost(name, outputs, kMaxExtent / 64));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast(name, std::min(k, outputs), 1));
+      ExpectDims("y [rows, n, outputs + e]", operands["y"].dimensions(), {rows, n, outputs + e}));
+  NVFP4_RETURN_IF_ERROR(operands.Check(
+      {AtMost("rows (x)", rows, kMaxHeadProductRows), AtMost("n (x)", n, kMaxExtent),
+       MultipleOf(call->expands ? "k (values)" : "k (keys)", call->expands ? k : outputs,
+                  kHeadProductFactor),
+       AtMost(name, k, call->expands ? kMaxHeadProductLatent : kMaxHeadProductQuery),
+       AtMost(name, outputs, kMaxExtent / 64), AtLeast(name, std::min(k, outputs), 1)}));
   call->rows = static_cast<int32_t>(rows);
   call->n = static_cast<int32_t>(n);
   call->k = static_cast<int32_t>(k);
   call->outputs = static_cast<int32_t>(outputs);
   call->e = static_cast<int32_t>(e);
-  return ExpectAligned({{"x", x}, {name, matrices}, {"y", y}}, kAlignment);
+  call->type = operands.type("x");
+  return ffi::Error::Success();
 }
 
-ffi::Error AbsorbQueries(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer keys,
-                         ffi::AnyBuffer positions, ffi::AnyBuffer frequencies,
-                         ffi::Result<ffi::AnyBuffer> y, float rotation_scale, bool interleaved) {
+ffi::Error AbsorbQueries(cudaStream_t stream, const Call& operands, float rotation_scale,
+                         bool interleaved) {
   HeadProductCall call = {};
-  NVFP4_RETURN_IF_ERROR(CheckHeadProduct(q, "keys [n, p, k]", keys, *y, &call));
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("frequencies", frequencies.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [rows]", positions.dimensions(), {call.rows}));
   NVFP4_RETURN_IF_ERROR(
-      ExpectDimsOrEmpty("frequencies [e/2]", frequencies.dimensions(), {call.e / 2}));
+      ReadHeadProduct(operands, "keys [n, p, k]", operands.size("p"), operands.size("k"), &call));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDimsOrEmpty("frequencies [e/2]", operands["frequencies"].dimensions(), {call.e / 2}));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (q)", call.e, kMaxPreparedWidth));
   if (call.e % 2 != 0) return Expected("e (q)", "an even number", std::to_string(call.e));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectAligned({{"positions", positions}, {"frequencies", frequencies}}, kAlignment));
-  call.half = static_cast<int32_t>(frequencies.dimensions()[0]);
+  call.half = static_cast<int32_t>(operands["frequencies"].dimensions()[0]);
   call.rotation_scale = rotation_scale;
   call.interleaved = interleaved;
-  const HeadProductBuffers buffers = {q.untyped_data(), keys.untyped_data(),
-                                      Data<int32_t>(positions), DataOrNull(frequencies),
-                                      y->untyped_data()};
+  const HeadProductBuffers buffers = {operands.in<void>("x"), operands.in<void>("keys"),
+                                      operands.in<int32_t>("positions"),
+                                      operands.in_or_null("frequencies"), operands.out("y")};
   return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_absorb_queries_cuda");
 }
 
-ffi::Error ExpandValues(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer values,
-                        ffi::Result<ffi::AnyBuffer> y) {
+ffi::Error ExpandValues(cudaStream_t stream, const Call& operands) {
   HeadProductCall call = {};
   call.expands = true;
-  NVFP4_RETURN_IF_ERROR(CheckHeadProduct(x, "values [n, d, k]", values, *y, &call));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("x [rows, n, k]", x.dimensions(), {call.rows, call.n, call.k}));
-  const HeadProductBuffers buffers = {x.untyped_data(), values.untyped_data(), nullptr, nullptr,
-                                      y->untyped_data()};
+  NVFP4_RETURN_IF_ERROR(
+      ReadHeadProduct(operands, "values [n, d, k]", operands.size("k"), operands.size("d"), &call));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("x [rows, n, k]", operands["x"].dimensions(), {call.rows, call.n, call.k}));
+  const HeadProductBuffers buffers = {operands.in<void>("x"), operands.in<void>("values"), nullptr,
+                                      nullptr, operands.out("y")};
   return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_expand_values_cuda");
 }
 
-ffi::Error ReadHeads(const HeadsOperands& operands, ffi::DataType cache_type, HeadsCall* call) {
-  HeadsShape shape;
-  NVFP4_RETURN_IF_ERROR(CheckHeads(operands, call->gated, cache_type, kAlignment, &shape,
-                                   &call->type, &call->weight_type));
-  const auto [b, t, s, n, m, d, half] = shape;
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (keys)", d, kPreparedWidthFactor));
-  if (half != 0) {
-    NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("r (frequencies)", 2 * half, kPreparedWidthFactor));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (keys)", b, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n + 2m (qkv)", n + 2 * m, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows / std::max(b * (n + 2 * m), int64_t{1})));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (keys)", s, kMaxRows));
-  call->b = static_cast<int32_t>(b);
-  call->t = static_cast<int32_t>(t);
-  call->s = static_cast<int32_t>(s);
-  call->n = static_cast<int32_t>(n);
-  call->m = static_cast<int32_t>(m);
-  call->d = static_cast<int32_t>(d);
-  call->half = static_cast<int32_t>(half);
-  return ffi::Error::Success();
-}
+constexpr Operand kLatentsOperands[] = {
+    {"down", kHalf, "[b, t, r + w]"},
+    {"positions", kS32, "[b, t]"},
+    {"cache", Like("down"), "[b, 1, s, w]", kGivesSizes},  // w is k + e
+    {"q_weight", Like("kv_weight"), "[r] or [0]"},
+    {"kv_weight", kActivation, "[k]"},
+    {"frequencies", kF32, "[half]"},  // e/2, or 0
+    {"q", Like("down"), "[b, t, r]", kResult | kGivesSizes},
+    {"new_cache", Like("down"), "[b, 1, s, w]", kResult},
+};
 
-ffi::Error CheckLatents(ffi::AnyBuffer down, ffi::AnyBuffer positions, ffi::AnyBuffer cache,
-                        ffi::AnyBuffer q_weight, ffi::AnyBuffer kv_weight,
-                        ffi::AnyBuffer frequencies, ffi::AnyBuffer q, ffi::AnyBuffer new_cache,
-                        LatentsCall* call) {
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("down", down.element_type(), &call->type));
-  if (call->type == DataType::kF32) return Expected("down", "bfloat16 or float16", "float32");
-  NVFP4_RETURN_IF_ERROR(
-      ExpectActivationType("kv_weight", kv_weight.element_type(), &call->weight_type));
-  if (call->weight_type != call->type && call->weight_type != DataType::kF32) {
-    return Expected("kv_weight", "float32 or the type of down", TypeText(kv_weight.element_type()));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectType("q_weight", q_weight.element_type(), kv_weight.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("frequencies", frequencies.element_type(), ffi::F32));
-  for (const NamedOperand& operand :
-       {NamedOperand{"cache", cache}, NamedOperand{"q", q}, NamedOperand{"new_cache", new_cache}}) {
-    NVFP4_RETURN_IF_ERROR(
-        ExpectType(operand.name, operand.buffer.element_type(), down.element_type()));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectRank("cache [b, 1, s, k + e]", cache.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, r]", q.dimensions(), 3));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("kv_weight [k]", kv_weight.dimensions(), 1));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("frequencies [e/2]", frequencies.dimensions(), 1));
-  const int64_t b = cache.dimensions()[0], s = cache.dimensions()[2], width = cache.dimensions()[3];
-  const int64_t t = q.dimensions()[1], r = q.dimensions()[2], k = kv_weight.dimensions()[0];
-  const int64_t e = width - k;
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("r (q)", r, kPreparedWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (kv_weight)", k, kPreparedWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("e (cache)", e, kPreparedWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("r (q)", r, kMaxQueryLatent));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (kv_weight)", k, kMaxKeyLatent));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (cache)", e, kMaxPreparedWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("cache [b, 1, s, k + e]", cache.dimensions(), {b, 1, s, k + e}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("new_cache", new_cache.dimensions(), {b, 1, s, k + e}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("q [b, t, r]", q.dimensions(), {b, t, r}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("down [b, t, r + k + e]", down.dimensions(), {b, t, r + width}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
-  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("q_weight [r]", q_weight.dimensions(), {r}));
-  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("frequencies [e/2]", frequencies.dimensions(), {e / 2}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (cache)", b, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows / std::max(2 * b, int64_t{1})));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (cache)", s, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"down", down},
-                                       {"positions", positions},
-                                       {"cache", cache},
-                                       {"q_weight", q_weight},
-                                       {"kv_weight", kv_weight},
-                                       {"frequencies", frequencies},
-                                       {"q", q}},
-                                      kAlignment));
-  call->b = static_cast<int32_t>(b);
-  call->t = static_cast<int32_t>(t);
-  call->s = static_cast<int32_t>(s);
-  call->r = static_cast<int32_t>(r);
-  call->k = static_cast<int32_t>(k);
-  call->e = static_cast<int32_t>(e);
-  call->half = static_cast<int32_t>(frequencies.dimensions()[0]);
-  return ffi::Error::Success();
-}
-
-ffi::Error PrepareLatents(cudaStream_t stream, ffi::AnyBuffer down, ffi::AnyBuffer positions,
-                          ffi::AnyBuffer cache, ffi::AnyBuffer q_weight, ffi::AnyBuffer kv_weight,
-                          ffi::AnyBuffer frequencies, ffi::Result<ffi::AnyBuffer> q,
-                          ffi::Result<ffi::AnyBuffer> new_cache, float eps, float rotation_scale,
-                          bool interleaved) {
+ffi::Error PrepareLatents(cudaStream_t stream, const Call& operands, float eps,
+                          float rotation_scale, bool interleaved) {
   LatentsCall call = {};
   call.starts_next = running_chain.StartsNext();
-  NVFP4_RETURN_IF_ERROR(CheckLatents(down, positions, cache, q_weight, kv_weight, frequencies, *q,
-                                     *new_cache, &call));
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_cache", cache, *new_cache));
+  call.type = operands.type("down");
+  call.weight_type = operands.type("kv_weight");
+  if (call.weight_type != call.type && call.weight_type != DataType::kF32) {
+    return Expected("kv_weight", "float32 or the type of down",
+                    TypeText(operands["kv_weight"].element_type()));
+  }
+  const int64_t b = operands.size("b"), t = operands.size("t"), s = operands.size("s");
+  const int64_t r = operands.size("r"), k = operands.size("k"), e = operands.size("w") - k;
+  NVFP4_RETURN_IF_ERROR(operands.Check(
+      {MultipleOf("r (q)", r, kPreparedWidthFactor),
+       MultipleOf("k (kv_weight)", k, kPreparedWidthFactor),
+       MultipleOf("e (cache)", e, kPreparedWidthFactor), AtMost("r (q)", r, kMaxQueryLatent),
+       AtMost("k (kv_weight)", k, kMaxKeyLatent), AtMost("e (cache)", e, kMaxPreparedWidth),
+       AtMost("b (cache)", b, kMaxExtent),
+       AtMost("t (q)", t, kMaxRows / std::max(2 * b, int64_t{1})),
+       AtMost("s (cache)", s, kMaxRows)}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDimsOrEmpty("frequencies [e/2]", operands["frequencies"].dimensions(), {e / 2}));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_cache", operands["cache"], operands["new_cache"]));
+  call.b = static_cast<int32_t>(b);
+  call.t = static_cast<int32_t>(t);
+  call.s = static_cast<int32_t>(s);
+  call.r = static_cast<int32_t>(r);
+  call.k = static_cast<int32_t>(k);
+  call.e = static_cast<int32_t>(e);
+  call.half = operands.size32("half");
   call.eps = eps;
   call.rotation_scale = rotation_scale;
   call.interleaved = interleaved;
-  const LatentsBuffers buffers = {down.untyped_data(),        Data<int32_t>(positions),
-                                  DataOrNull<void>(q_weight), kv_weight.untyped_data(),
-                                  DataOrNull(frequencies),    q->untyped_data(),
-                                  new_cache->untyped_data()};
+  const LatentsBuffers buffers = {operands.in<void>("down"),
+                                  operands.in<int32_t>("positions"),
+                                  operands.in_or_null<void>("q_weight"),
+                                  operands.in<void>("kv_weight"),
+                                  operands.in_or_null("frequencies"),
+                                  operands.out("q"),
+                                  operands.out("new_cache")};
   return FromCuda(LaunchPrepareLatents(stream, call, buffers), "nvfp4_prepare_latents_cuda");
 }
 
-// The attributes that both forms of `prepare_heads` have.
-struct HeadsOptions {
-  float eps, rotation_scale;
-  bool rotates_first, gated;
-};
-
-HeadsCall StartHeads(const HeadsOptions& options) {
-  HeadsCall call = {};
-  call.gated = options.gated;
-  call.eps = options.eps;
-  call.rotation_scale = options.rotation_scale;
-  call.rotates_first = options.rotates_first;
-  return call;
+// Reads what both forms of `prepare_heads` have.
+ffi::Error ReadHeads(cudaStream_t stream, const Call& operands, float eps, float rotation_scale,
+                     bool rotates_first, bool gated, HeadsCall* call) {
+  HeadsShape shape;
+  NVFP4_RETURN_IF_ERROR(ReadHeadsShape(operands, gated, kPreparedWidthFactor, &shape));
+  const auto [b, t, s, n, m, d, half] = shape;
+  NVFP4_RETURN_IF_ERROR(
+      Expect({AtMost("b (keys)", b, kMaxExtent), AtMost("n + 2m (qkv)", n + 2 * m, kMaxExtent),
+              AtMost("t (q)", t, kMaxRows / std::max(b * (n + 2 * m), int64_t{1})),
+              AtMost("s (keys)", s, kMaxRows)}));
+  *call = {static_cast<int32_t>(b),
+           static_cast<int32_t>(t),
+           static_cast<int32_t>(s),
+           static_cast<int32_t>(n),
+           static_cast<int32_t>(m),
+           static_cast<int32_t>(d),
+           static_cast<int32_t>(half),
+           operands.type("qkv"),
+           operands.type("q_weight"),
+           eps,
+           rotation_scale,
+           rotates_first,
+           gated};
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_keys", operands["keys"], operands["new_keys"]));
+  return PutInPlace(stream, "new_values", operands["values"], operands["new_values"]);
 }
 
-ffi::Error PutCacheInPlace(cudaStream_t stream, const HeadsOperands& o) {
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_keys", o.keys, o.new_keys));
-  return PutInPlace(stream, "new_values", o.values, o.new_values);
-}
-
-HeadsBuffers BuffersOf(const HeadsOperands& o) {
-  return {o.qkv.untyped_data(),         Data<int32_t>(o.positions), DataOrNull<void>(o.q_weight),
-          DataOrNull<void>(o.k_weight), DataOrNull(o.frequencies),  o.q.untyped_data(),
-          o.new_keys.untyped_data(),    o.new_values.untyped_data()};
+HeadsBuffers HeadsBuffersOf(const Call& operands) {
+  return {operands.in<void>("qkv"),
+          operands.in<int32_t>("positions"),
+          operands.in_or_null<void>("q_weight"),
+          operands.in_or_null<void>("k_weight"),
+          operands.in_or_null("frequencies"),
+          operands.out("q"),
+          operands.out("new_keys"),
+          operands.out("new_values")};
 }
 
 // Whether all operands but the qkv are unchanged since the previous kernel.
-bool AreUnchanged(const HeadsOperands& o) {
-  const ffi::AnyBuffer others[] = {o.positions, o.keys,     o.values,
-                                   o.q_weight,  o.k_weight, o.frequencies};
-  return std::all_of(std::begin(others), std::end(others), [](const ffi::AnyBuffer& operand) {
-    return operand.element_count() == 0 || running_chain.IsUnchanged(RangeOf(operand));
+bool AreUnchanged(const Call& operands) {
+  const std::initializer_list<std::string_view> names = {"positions", "keys",     "values",
+                                                         "q_weight",  "k_weight", "frequencies"};
+  return std::all_of(names.begin(), names.end(), [&](std::string_view name) {
+    return !operands.has(name) || running_chain.IsUnchanged(RangeOf(operands[name]));
   });
 }
 
-ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
-                        ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
-                        ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
-                        ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> new_keys,
-                        ffi::Result<ffi::AnyBuffer> new_values, float eps, float rotation_scale,
+ffi::Error PrepareHeads(cudaStream_t stream, const Call& operands, float eps, float rotation_scale,
                         bool rotates_first, bool gated) {
-  HeadsCall call = StartHeads({eps, rotation_scale, rotates_first, gated});
-  const HeadsOperands operands = {qkv,      positions,   keys, values,    q_weight,
-                                  k_weight, frequencies, *q,   *new_keys, *new_values};
-  NVFP4_RETURN_IF_ERROR(ReadHeads(operands, qkv.element_type(), &call));
-  NVFP4_RETURN_IF_ERROR(PutCacheInPlace(stream, operands));
+  HeadsCall call = {};
+  NVFP4_RETURN_IF_ERROR(
+      ReadHeads(stream, operands, eps, rotation_scale, rotates_first, gated, &call));
   if (running_chain.fuses) {
     call.starts_next = running_chain.Follows();  // as in AddRmsNorm of cuda_mixer_bindings.cc
-    running_chain.work = InputHeads{call, BuffersOf(operands), AreUnchanged(operands)};
+    running_chain.work = InputHeads{call, HeadsBuffersOf(operands), AreUnchanged(operands)};
     return ffi::Error::Success();
   }
   call.starts_next = running_chain.StartsNext();
-  return FromCuda(LaunchPrepareHeads(stream, call, BuffersOf(operands)),
+  return FromCuda(LaunchPrepareHeads(stream, call, HeadsBuffersOf(operands)),
                   "nvfp4_prepare_heads_cuda");
 }
 
-ffi::Error PrepareHeadsFp8(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
-                           ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
-                           ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
-                           ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale,
-                           ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> new_keys,
-                           ffi::Result<ffi::AnyBuffer> new_values, float eps, float rotation_scale,
-                           bool rotates_first, bool gated, bool multiply_by_reciprocal) {
-  HeadsCall call = StartHeads({eps, rotation_scale, rotates_first, gated});
+ffi::Error PrepareHeadsFp8(cudaStream_t stream, const Call& operands, float eps,
+                           float rotation_scale, bool rotates_first, bool gated,
+                           bool multiply_by_reciprocal) {
+  HeadsCall call = {};
+  NVFP4_RETURN_IF_ERROR(
+      ReadHeads(stream, operands, eps, rotation_scale, rotates_first, gated, &call));
   call.multiply_by_reciprocal = multiply_by_reciprocal;
-  const HeadsOperands operands = {qkv,      positions,   keys, values,    q_weight,
-                                  k_weight, frequencies, *q,   *new_keys, *new_values};
-  NVFP4_RETURN_IF_ERROR(ReadHeads(operands, ffi::F8E4M3FN, &call));
-  NVFP4_RETURN_IF_ERROR(CheckHeadScales(k_scale, v_scale, call.m, kAlignment));
-  NVFP4_RETURN_IF_ERROR(PutCacheInPlace(stream, operands));
   call.starts_next = running_chain.StartsNext();
-  HeadsBuffers buffers = BuffersOf(operands);
-  buffers.k_scale = Data<float>(k_scale);
-  buffers.v_scale = Data<float>(v_scale);
+  HeadsBuffers buffers = HeadsBuffersOf(operands);
+  buffers.k_scale = operands.in("k_scale");
+  buffers.v_scale = operands.in("v_scale");
   return FromCuda(LaunchPrepareHeads(stream, call, buffers), "nvfp4_prepare_heads_fp8_cuda");
 }
 
-// kCmdBufferCompatible: as in cuda_mixer_bindings.cc.
-XLA_FFI_DEFINE_HANDLER(kAttention, Attention,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d]
-                           .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // v          [b, m, s, dv]
-                           .Arg<ffi::AnyBuffer>()  // positions  [b, t]
-                           .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0]
-                           .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv]
-                           .Ret<ffi::AnyBuffer>()  // workspace  U8 [bytes]
-                           .Attr<float>("scale")
-                           .Attr<int32_t>("window")
-                           .Attr<int32_t>("chunk"),
-                       {ffi::Traits::kCmdBufferCompatible});
+#define NVFP4_ATTENTION_ATTRIBUTES \
+  .Attr<float>("scale").Attr<int32_t>("window").Attr<int32_t>("chunk")
+#define NVFP4_HEADS_ATTRIBUTES \
+  .Attr<float>("eps").Attr<float>("rotation_scale").Attr<bool>("rotates_first").Attr<bool>("gated")
 
-XLA_FFI_DEFINE_HANDLER(kAttentionFp8, AttentionFp8,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d]
-                           .Arg<ffi::AnyBuffer>()  // k          F8E4M3FN [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // v          F8E4M3FN [b, m, s, dv]
-                           .Arg<ffi::AnyBuffer>()  // k_scale    F32 [m]
-                           .Arg<ffi::AnyBuffer>()  // v_scale    F32 [m]
-                           .Arg<ffi::AnyBuffer>()  // positions  [b, t]
-                           .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0]
-                           .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv]
-                           .Ret<ffi::AnyBuffer>()  // workspace  U8 [bytes]
-                           .Attr<float>("scale")
-                           .Attr<int32_t>("window")
-                           .Attr<int32_t>("chunk"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kLatentAttention, LatentAttention,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d]
-                           .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // positions  [b, t]
-                           .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0]
-                           .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv]
-                           .Ret<ffi::AnyBuffer>()  // workspace  U8 [bytes]
-                           .Attr<float>("scale")
-                           .Attr<int32_t>("window")
-                           .Attr<int32_t>("chunk"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d]; 2n if gated
-                           .Arg<ffi::AnyBuffer>()  // positions    [b, t]
-                           .Arg<ffi::AnyBuffer>()  // keys         [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // values       [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // q_weight     [d] or [0]
-                           .Arg<ffi::AnyBuffer>()  // k_weight     [d] or [0]
-                           .Arg<ffi::AnyBuffer>()  // frequencies  [r/2]
-                           .Ret<ffi::AnyBuffer>()  // q            [b, t, n, d]
-                           .Ret<ffi::AnyBuffer>()  // new_keys     the memory of keys
-                           .Ret<ffi::AnyBuffer>()  // new_values   the memory of values
-                           .Attr<float>("eps")
-                           .Attr<float>("rotation_scale")
-                           .Attr<bool>("rotates_first")
-                           .Attr<bool>("gated"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kPrepareHeadsFp8, PrepareHeadsFp8,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d]; 2n if gated
-                           .Arg<ffi::AnyBuffer>()  // positions    [b, t]
-                           .Arg<ffi::AnyBuffer>()  // keys         F8E4M3FN [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // values       F8E4M3FN [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // q_weight     [d] or [0]
-                           .Arg<ffi::AnyBuffer>()  // k_weight     [d] or [0]
-                           .Arg<ffi::AnyBuffer>()  // frequencies  [r/2]
-                           .Arg<ffi::AnyBuffer>()  // k_scale      F32 [m]
-                           .Arg<ffi::AnyBuffer>()  // v_scale      F32 [m]
-                           .Ret<ffi::AnyBuffer>()  // q            [b, t, n, d]
-                           .Ret<ffi::AnyBuffer>()  // new_keys     the memory of keys
-                           .Ret<ffi::AnyBuffer>()  // new_values   the memory of values
-                           .Attr<float>("eps")
-                           .Attr<float>("rotation_scale")
-                           .Attr<bool>("rotates_first")
-                           .Attr<bool>("gated")
-                           .Attr<bool>("multiply_by_reciprocal"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kPrepareLatents, PrepareLatents,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // down         [b, t, r + k + e]
-                           .Arg<ffi::AnyBuffer>()  // positions    [b, t]
-                           .Arg<ffi::AnyBuffer>()  // cache        [b, 1, s, k + e]
-                           .Arg<ffi::AnyBuffer>()  // q_weight     [r] or [0]
-                           .Arg<ffi::AnyBuffer>()  // kv_weight    [k]
-                           .Arg<ffi::AnyBuffer>()  // frequencies  [e/2] or [0]
-                           .Ret<ffi::AnyBuffer>()  // q            [b, t, r]
-                           .Ret<ffi::AnyBuffer>()  // new_cache, in the memory of cache
-                           .Attr<float>("eps")
-                           .Attr<float>("rotation_scale")
-                           .Attr<bool>("interleaved"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kAbsorbQueries, AbsorbQueries,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // q            [rows, n, p + e]
-                           .Arg<ffi::AnyBuffer>()  // keys         [n, p, k]
-                           .Arg<ffi::AnyBuffer>()  // positions    [rows]
-                           .Arg<ffi::AnyBuffer>()  // frequencies  [e/2] or [0]
-                           .Ret<ffi::AnyBuffer>()  // y            [rows, n, k + e]
-                           .Attr<float>("rotation_scale")
-                           .Attr<bool>("interleaved"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kExpandValues, ExpandValues,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()   // x       [rows, n, k]
-                           .Arg<ffi::AnyBuffer>()   // values  [n, d, k]
-                           .Ret<ffi::AnyBuffer>(),  // y       [rows, n, d]
-                       {ffi::Traits::kCmdBufferCompatible});
+NVFP4_CUDA_HANDLER(kAttention, kAttentionOperands, Attention, NVFP4_ATTENTION_ATTRIBUTES);
+NVFP4_CUDA_HANDLER(kAttentionFp8, kAttentionFp8Operands, AttentionFp8, NVFP4_ATTENTION_ATTRIBUTES);
+NVFP4_CUDA_HANDLER(kLatentAttention, kLatentOperands, LatentAttention, NVFP4_ATTENTION_ATTRIBUTES);
+NVFP4_CUDA_HANDLER(kPrepareHeads, kHeadsOperands, PrepareHeads, NVFP4_HEADS_ATTRIBUTES);
+NVFP4_CUDA_HANDLER(kPrepareHeadsFp8, kHeadsFp8Operands, PrepareHeadsFp8,
+                   NVFP4_HEADS_ATTRIBUTES.Attr<bool>("multiply_by_reciprocal"));
+NVFP4_CUDA_HANDLER(kPrepareLatents, kLatentsOperands, PrepareLatents,
+                   .Attr<float>("eps").Attr<float>("rotation_scale").Attr<bool>("interleaved"));
+NVFP4_CUDA_HANDLER(kAbsorbQueries, kQueryOperands, AbsorbQueries,
+                   .Attr<float>("rotation_scale").Attr<bool>("interleaved"));
+NVFP4_CUDA_HANDLER(kExpandValues, kValueOperands, ExpandValues, );
 
 }  // namespace
 

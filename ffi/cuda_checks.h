@@ -9,6 +9,7 @@
 #include "call_chain.h"
 #include "checks.h"
 #include "cuda/launch.h"
+#include "operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace nvfp4 {
@@ -21,6 +22,33 @@ inline ffi::Error FromCuda(cudaError_t status, std::string_view what) {
   cudaGetLastError();  // otherwise the next call would report this error as its own
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
 }
+
+// The body of a handler: reads the operands of `table`, and runs `run` on them.
+template <size_t kSize, typename Run, typename... Values>
+ffi::Error Handle(const Operand (&table)[kSize], const Run& run, cudaStream_t stream,
+                  const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                  Values... values) {
+  Call operands;
+  NVFP4_RETURN_IF_ERROR(operands.Read(table, args, rets, kAlignment));
+  const ffi::Error error = run(stream, operands, values...);
+  if (error.failure() || operands.is_checked()) return error;
+  return ffi::Error::Internal("a handler does not check its operands");
+}
+
+// Defines the handler `name` of a target whose operands are those of `table`. `run` gets the
+// stream, the operands, and the attributes, which `attributes` binds, as in `.Attr<float>("eps")`.
+//
+// kCmdBufferCompatible: handlers only launch kernels, fills and copies, so that a CUDA graph can
+// capture them.
+#define NVFP4_CUDA_HANDLER(name, table, run, attributes)                                           \
+  XLA_FFI_DEFINE_HANDLER(                                                                          \
+      name,                                                                                        \
+      ([](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, auto... values) { \
+        return Handle(table, run, stream, args, rets, values...);                                  \
+      }),                                                                                          \
+      ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets()    \
+          attributes,                                                                              \
+      {ffi::Traits::kCmdBufferCompatible})
 
 inline ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
   NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));

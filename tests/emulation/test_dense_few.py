@@ -2,7 +2,13 @@
 
 import numpy as np
 import pytest
-from support.emulation import dense_emulation
+from support.emulation.cuda_emulation import (
+    LEAST_SHARED_BYTES,
+    Device,
+    call_target,
+    cut_dense_few,
+    emulate,
+)
 from support.kernels.axes import axis
 from support.kernels.dense_few_suite import DenseFewSuite, make
 from support.kernels.dense_fp8_suite import DenseFp8Suite
@@ -24,10 +30,32 @@ CUTS = {
     (64, 151936, 2048): (128, 1),
     (64, 512, 7168): (16, 8),
 }
-# Devices: their multiprocessors, whether they have clusters, and whether the weights are older than
-# the preceding kernel. With a single multiprocessor, the kernel takes the larger tiles for small
-# layers.
-DEVICES = {"sm90": (H200, True, False), "sm80": (108, False, True), "one": (1, True, True)}
+# In two of these devices, the weights are unchanged since the previous kernel. With a single
+# multiprocessor, the kernel takes the larger tiles for small layers.
+DEVICES = {
+    "sm90": Device(H200, LEAST_SHARED_BYTES),
+    "sm80": Device(108, LEAST_SHARED_BYTES, forced="tiles", unchanged=True),
+    "one": Device(1, LEAST_SHARED_BYTES, unchanged=True),
+}
+
+
+def on_hopper(count):
+    """Return a device that takes the kernel for 9.0 for each call."""
+    return Device(count, forced="sm90", unchanged=count == H200)
+
+
+def dense_few(library, device):
+    """Return the fixture `run` of the suite for plain weights."""
+
+    def run(x, weight, dtype=np.float32, bias=None):
+        y = (len(x), len(weight)), dtype
+
+        def call(*operands):
+            return call_target("nvfp4_dense_few_cuda", operands, [y])[0]
+
+        return emulate(library, call, x, weight, bias, device=device)
+
+    return run
 
 
 class TestDenseFew(DenseFewSuite):
@@ -35,10 +63,7 @@ class TestDenseFew(DenseFewSuite):
 
     @pytest.fixture
     def run(self, library, device):
-        count, clusters, older = DEVICES[device]
-        return lambda x, weight, dtype=np.float32, bias=None: dense_emulation.dense_few(
-            library, x, weight, dtype, count, bias=bias, clusters=clusters, older=older
-        )
+        return dense_few(library, DEVICES[device])
 
 
 class TestDenseSm90(DenseFewSuite):
@@ -49,19 +74,20 @@ class TestDenseSm90(DenseFewSuite):
 
     @pytest.fixture
     def run(self, library, count):
-        return lambda x, weight, dtype=np.float32, bias=None: dense_emulation.dense_few(
-            library, x, weight, dtype, count, bias=bias, older=count == H200, sm90=True
-        )
+        return dense_few(library, on_hopper(count))
 
 
-def fp8_runner(library, count, **device):
+def fp8_runner(library, device):
     """Return the fixture `run` of the suite for FP8 weights."""
 
     def run(call, dtype=np.float32, bias=None):
-        scales = {"scale": call.scale, "row_scale": call.row_scale}
-        return dense_emulation.dense_few(
-            library, call.x, call.weight, dtype, count, bias=bias, **scales, **device
-        )
+        y = (len(call.x), len(call.weight)), dtype
+
+        def target(*operands):
+            return call_target("nvfp4_dense_fp8_few_cuda", operands, [y])[0]
+
+        operands = call.x, call.weight, call.scale, call.row_scale, bias
+        return emulate(library, target, *operands, device=device)
 
     return run
 
@@ -71,8 +97,7 @@ class TestDenseFp8(DenseFp8Suite):
 
     @pytest.fixture
     def run(self, library, device):
-        count, clusters, older = DEVICES[device]
-        return fp8_runner(library, count, clusters=clusters, older=older)
+        return fp8_runner(library, DEVICES[device])
 
 
 class TestDenseFp8Sm90(DenseFp8Suite):
@@ -82,7 +107,7 @@ class TestDenseFp8Sm90(DenseFp8Suite):
 
     @pytest.fixture
     def run(self, library, count):
-        return fp8_runner(library, count, older=count == H200, sm90=True)
+        return fp8_runner(library, on_hopper(count))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +116,7 @@ class TestDenseFp8Sm90(DenseFp8Suite):
 @pytest.mark.parametrize("sizes", CUTS, ids=str)
 def test_layers_are_cut_as_the_device_needs(library, sizes, pair):
     x_type, weight_type = pair.split("-")
-    cut = dense_emulation.cut_dense_few(library, sizes, x_type, weight_type, H200)
+    cut = cut_dense_few(library, sizes, x_type, weight_type, H200)
     if weight_type != "float32":
         assert (cut.tile, cut.ranks) == CUTS[sizes]
     piece = {16: 256, 64: 128, 128: 64}[cut.tile]
@@ -103,5 +128,6 @@ def test_layers_are_cut_as_the_device_needs(library, sizes, pair):
 @pytest.mark.parametrize(("clusters", "blocks"), [(False, 1), (True, 8)])
 def test_only_newer_devices_have_clusters(library, clusters, blocks):
     call = make((4, 77, 2048), "bfloat16-bfloat16")
-    dense_emulation.dense_few(library, call.x, call.weight, np.float32, H200, clusters=clusters)
+    device = Device(H200, LEAST_SHARED_BYTES, forced="nothing" if clusters else "tiles")
+    dense_few(library, device)(call.x, call.weight)
     assert library.largest_cluster_blocks() == blocks

@@ -78,7 +78,7 @@ def test_few_slots_take_no_more_shared_memory_than_the_device_has(library, mode)
         assert (needed <= device) == few
 
         def run(call, device=device):
-            return cuda_emulation.moe(library, "sm80", *call.operands, 3, device)
+            return cuda_emulation.moe(library, "sm80", *call.operands, 3, shared_bytes=device)
 
         assert_accurate(run, call)
         assert (library.largest_dynamic_bytes() == dynamic) == few

@@ -1,10 +1,8 @@
 """Run the suite of attention on the CUDA kernels, compiled for a CPU."""
 
-import functools
-
 import numpy as np
 import pytest
-from support.emulation import attention_emulation, cuda_emulation
+from support.emulation.cuda_emulation import HOPPER_SHARED_BYTES, LEAST_SHARED_BYTES, on_device
 from support.kernels.attention_suite import CASES, AttentionSuite, assert_nan_stays
 from support.kernels.axes import axis
 from support.kernels.fp8_attention_suite import (
@@ -14,11 +12,17 @@ from support.kernels.fp8_attention_suite import (
     takes_kernel,
 )
 
+from jax_nvfp4_moe.ops import attention
+
 # Few queries with wide heads: a device with more memory has more warps, which sum in another order.
 FEW_AND_WIDE = ("one query of the widest", "parts of the widest")
 AMPERE_SHARED_BYTES = 163 << 10  # of a block on 8.0
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+def attention_on(library, shared_bytes=LEAST_SHARED_BYTES, **device):
+    return on_device(library, attention, "attention_cuda", shared_bytes=shared_bytes, **device)
 
 
 class TestAttention(AttentionSuite):
@@ -33,15 +37,13 @@ class TestAttention(AttentionSuite):
     def run(self, library):
         def call(q, k, *others, **options):
             operands = (q, k, *others)
-            y = attention_emulation.attention(library, *operands, **options)
+            y = attention_on(library)(*operands, **options)
             rows = q.shape[1] * q.shape[2] // k.shape[1]
             if rows <= 16 and q.shape[3] > 192:  # TestFewAndWide
                 return y
             # With more shared memory, kernels for few rows have more keys in flight.
-            shared_bytes = cuda_emulation.HOPPER_SHARED_BYTES
-            again = attention_emulation.attention(
-                library, *operands, **options, shared_bytes=shared_bytes, older=True
-            )
+            run = attention_on(library, HOPPER_SHARED_BYTES, unchanged=True)
+            again = run(*operands, **options)
             np.testing.assert_array_equal(again.view(np.uint16), y.view(np.uint16))
             return y
 
@@ -49,7 +51,7 @@ class TestAttention(AttentionSuite):
 
 
 def test_nan_among_divided_keys_stays(library):
-    assert_nan_stays(functools.partial(attention_emulation.attention, library))
+    assert_nan_stays(attention_on(library))
 
 
 class TestFewAndWide(AttentionSuite):
@@ -57,10 +59,9 @@ class TestFewAndWide(AttentionSuite):
 
     case, dtype = axis(*FEW_AND_WIDE), axis("bfloat16", "float16")
 
-    @pytest.fixture(params=[AMPERE_SHARED_BYTES, cuda_emulation.HOPPER_SHARED_BYTES])
+    @pytest.fixture(params=[AMPERE_SHARED_BYTES, HOPPER_SHARED_BYTES])
     def run(self, library, request):
-        how = {"shared_bytes": request.param, "older": True}
-        return functools.partial(attention_emulation.attention, library, **how)
+        return attention_on(library, request.param, unchanged=True)
 
 
 class TestFp8(Fp8KernelSuite):
@@ -71,8 +72,8 @@ class TestFp8(Fp8KernelSuite):
     @pytest.fixture
     def run(self, library):
         def call(*operands, **options):
-            run = functools.partial(attention_emulation.attention, library, *operands, **options)
-            y, again = run(), run(shared_bytes=cuda_emulation.HOPPER_SHARED_BYTES, older=True)
+            larger = attention_on(library, HOPPER_SHARED_BYTES, unchanged=True)
+            y, again = (run(*operands, **options) for run in (attention_on(library), larger))
             np.testing.assert_array_equal(again.view(np.uint16), y.view(np.uint16))
             return y
 

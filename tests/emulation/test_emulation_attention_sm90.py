@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.emulation import attention_emulation
+from support.emulation.cuda_emulation import fills_sm90, on_device
 from support.kernels.attention_suite import CASES, AttentionSuite, make
 from support.kernels.axes import axis
+
+from jax_nvfp4_moe.ops import attention
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -23,10 +25,11 @@ CHOICES = {
 }
 
 
-def run_on_hopper(library, q, k, v, *rest, **options):
+def run_on_hopper(library, q, k, v, *rest, multiprocessors=1, **options):
     """Call the kernel, which needs finite keys and values also where no query sees them."""
     k, v = (np.where(np.isnan(x), np.asarray(300, x.dtype), x) for x in (k, v))
-    return attention_emulation.attention(library, q, k, v, *rest, sm90=True, **options)
+    device = {"multiprocessors": multiprocessors, "forced": "sm90"}
+    return on_device(library, attention, "attention_cuda", **device)(q, k, v, *rest, **options)
 
 
 class TestAttentionOnHopper(AttentionSuite):
@@ -51,6 +54,5 @@ def test_blocks_share_tiles_of_rows(library, name):
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_calls_that_fill_the_device(library, name):
-    (b, t, n, m, s), chosen = CHOICES[name]
-    q, k = (np.broadcast_to(np.float16(0), shape) for shape in ((b, t, n, 128), (b, m, s, 128)))
-    assert attention_emulation.attention_fills_sm90(library, q, k, k) == chosen
+    sizes, chosen = CHOICES[name]
+    assert fills_sm90(library, *sizes, 128) == chosen

@@ -1,11 +1,9 @@
 """Run the kernels that combine the outputs of experts, compiled for a CPU."""
 
-import ctypes
-
 import ml_dtypes
 import numpy as np
 import pytest
-from support.emulation.cuda_emulation import _TYPES, _run
+from support.emulation.cuda_emulation import Device, call_target, emulate
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
@@ -18,14 +16,11 @@ SIZES = [(400, 48, 8), (20, 1040, 3), (300, 64, 10), (600, 32, 1), (20, 2048, 16
 
 
 def combine(library, multiprocessors, outputs, ids, weights):
-    t, top_k, h = outputs.shape
+    def run(*operands):
+        y = (outputs.shape[0], outputs.shape[2]), outputs.dtype
+        return call_target("emulated_combine", operands, [y], num_experts=np.int64(EXPERTS))[0]
 
-    def call(operands):
-        numbers = ctypes.c_int64(t), h, top_k, EXPERTS, _TYPES[outputs.dtype.name]
-        return library.combine(*numbers, operands)
-
-    y = np.empty((t, h), outputs.dtype)
-    return _run(library, call, [outputs, ids, weights], [y], 0, multiprocessors)[0]
+    return emulate(library, run, outputs, ids, weights, device=Device(multiprocessors))
 
 
 @pytest.mark.parametrize("weighted", [True, False])

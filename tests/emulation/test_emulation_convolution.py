@@ -1,11 +1,9 @@
 """Run the suite of the causal convolution on the CUDA kernel, compiled for a CPU."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.emulation import recurrent_emulation
+from support.emulation.cuda_emulation import on_device
 from support.kernels.axes import axis
 from support.kernels.convolution_suite import (
     CONVOLUTIONS,
@@ -14,7 +12,14 @@ from support.kernels.convolution_suite import (
     make_convolution,
 )
 
+from jax_nvfp4_moe.ops import causal_convolution
+
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+def convolution_on(library, multiprocessors=1):
+    how = {"multiprocessors": multiprocessors}
+    return on_device(library, causal_convolution, "convolution_cuda", **how)
 
 
 class TestConvolution(ConvolutionSuite):
@@ -23,17 +28,14 @@ class TestConvolution(ConvolutionSuite):
 
     @pytest.fixture
     def run(self, library):
-        return functools.partial(recurrent_emulation.causal_convolution, library)
+        return convolution_on(library)
 
 
 # Runs of 64 tokens, and of 8.
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize("case", ["rows of unequal length", "rows with padding", "three taps"])
 def test_results_of_padding_are_zeros(library, case, multiprocessors):
-    run = functools.partial(
-        recurrent_emulation.causal_convolution, library, multiprocessors=multiprocessors
-    )
-    check_zeros(run, case, "bfloat16")
+    check_zeros(convolution_on(library, multiprocessors), case, "bfloat16")
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)
@@ -41,9 +43,7 @@ def test_the_length_of_a_run_changes_no_bit(library, case):
     """A device with many multiprocessors divides a prompt into short runs."""
     operands, options = make_convolution(case, jnp.dtype("bfloat16"))
     found = [
-        recurrent_emulation.causal_convolution(
-            library, *operands, **options, multiprocessors=multiprocessors
-        )
+        convolution_on(library, multiprocessors)(*operands, **options)
         for multiprocessors in (1, 132)
     ]
     for one, other in zip(*(parts for parts, _ in found), strict=True):

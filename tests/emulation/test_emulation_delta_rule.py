@@ -1,13 +1,13 @@
 """Run the suite of the gated delta rule on the CUDA kernels, compiled for a CPU."""
 
-import functools
-
 import pytest
-from support.emulation import recurrent_emulation
+from support.emulation.cuda_emulation import on_device
 from support.emulation.emulated_devices_suite import DevicesSuite
 from support.kernels.axes import axis
 from support.kernels.delta_rule_suite import RULE_CASES, ChannelDeltaRuleSuite, DeltaRuleSuite
 from support.kernels.recurrence_suite import RowsAloneSuite
+
+from jax_nvfp4_moe.ops import gated_delta_rule
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -17,7 +17,7 @@ class RunsInEmulation:
 
     @pytest.fixture
     def run(self, library):
-        return functools.partial(recurrent_emulation.gated_delta_rule, library)
+        return on_device(library, gated_delta_rule, "delta_rule_cuda")
 
 
 class TestDeltaRule(RunsInEmulation, DevicesSuite, RowsAloneSuite, DeltaRuleSuite):

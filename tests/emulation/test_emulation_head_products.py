@@ -1,9 +1,11 @@
 """Run the suite of the products of heads on their CUDA kernels, compiled for a CPU."""
 
 import pytest
-from support.emulation import attention_emulation
+from support.emulation.cuda_emulation import on_device
 from support.kernels.axes import axis
 from support.kernels.head_product_suite import CASES, HeadProductSuite
+
+from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -16,7 +18,7 @@ class TestHeadProducts(HeadProductSuite):
     def run(self, library):
         def call(call):
             operands = call.q, call.keys, call.positions
-            queries = attention_emulation.absorb_queries(library, *operands, **call.options)
-            return queries, attention_emulation.expand_values(library, call.x, call.values)
+            queries = on_device(library, absorb_queries)(*operands, **call.options)
+            return queries, on_device(library, expand_values)(call.x, call.values)
 
         return call

@@ -3,14 +3,19 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.emulation import attention_emulation, cuda_emulation
+from support.emulation import cuda_emulation
 from support.kernels.axes import axis
 from support.kernels.fp8_head_suite import FP8_HEAD_CASES, Fp8HeadSuite
-from support.kernels.head_suite import CASES, PAIRS, HeadSuite
+from support.kernels.head_suite import CASES, PAIRS, HeadSuite, prepare
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+def run_heads(library, call):
+    run = cuda_emulation.on_device(library, prepare, "heads_cuda")
+    return run(call.operands, options=call.options)
 
 
 class TestHeads(HeadSuite):
@@ -19,7 +24,7 @@ class TestHeads(HeadSuite):
 
     @pytest.fixture
     def run(self, library):
-        return lambda call: attention_emulation.prepare_heads(library, call)
+        return lambda call: run_heads(library, call)
 
 
 class TestFp8(Fp8HeadSuite):
@@ -28,7 +33,7 @@ class TestFp8(Fp8HeadSuite):
 
     @pytest.fixture
     def run(self, library):
-        return lambda call: attention_emulation.prepare_heads(library, call)
+        return lambda call: run_heads(library, call)
 
 
 @pytest.mark.parametrize("largest", [1.0, 100.0, 2.0**17, 2.0**18])

@@ -1,9 +1,11 @@
 """Run the suite of latent attention on its CUDA kernel, compiled for a CPU."""
 
 import pytest
-from support.emulation import attention_emulation
+from support.emulation.cuda_emulation import on_device
 from support.kernels.axes import axis
 from support.kernels.latent_attention_suite import CASES, LatentAttentionSuite
+
+from jax_nvfp4_moe.ops import attention
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -29,13 +31,9 @@ class TestLatentAttention(LatentAttentionSuite):
 
     @pytest.fixture
     def run(self, library, tile):
-        def call(*operands, **options):
-            return attention_emulation.latent_attention(
-                library,
-                *operands,
-                **options,
-                sm90=tile == "Hopper",
-                shared_bytes=SHARED_BYTES[tile],
-            )
-
-        return call
+        device = {
+            "shared_bytes": SHARED_BYTES[tile],
+            "capability": 9 if tile == "Hopper" else 0,
+        }
+        run = on_device(library, attention, "latent_attention_cuda", **device)
+        return lambda q, k, positions, **options: run(q, k, None, positions, **options)

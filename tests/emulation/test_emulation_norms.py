@@ -1,9 +1,11 @@
 """Run the suite of `add_rms_norm` on the CUDA kernels, compiled for a CPU."""
 
 import pytest
-from support.emulation import cuda_emulation
+from support.emulation.cuda_emulation import on_device
 from support.kernels.axes import axis
 from support.kernels.norm_suite import CASES, MIXED_PAIRS, PAIRS, NormSuite
+
+from jax_nvfp4_moe.ops import add_rms_norm
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -14,7 +16,4 @@ class TestNorm(NormSuite):
 
     @pytest.fixture
     def run(self, library):
-        def call(*operands, eps):
-            return cuda_emulation.add_rms_norm(library, *operands, eps=eps)
-
-        return call
+        return on_device(library, add_rms_norm, "norm_cuda")

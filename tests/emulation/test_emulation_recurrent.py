@@ -1,9 +1,7 @@
 """Run the suites of recurrent mixers on the CUDA kernels, compiled for a CPU."""
 
-import functools
-
 import pytest
-from support.emulation import recurrent_emulation
+from support.emulation.cuda_emulation import on_device
 from support.kernels.axes import axis
 from support.kernels.recurrent_suite import (
     DELTA_CASES,
@@ -14,7 +12,13 @@ from support.kernels.recurrent_suite import (
     Mamba2StepSuite,
 )
 
+from jax_nvfp4_moe import ops
+
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+# A large device, which has room for all blocks of a step, in a chain.
+EARLY = {"multiprocessors": 132, "unchanged": True}
 
 
 class TestDeltaStep(DeltaStepSuite):
@@ -23,7 +27,7 @@ class TestDeltaStep(DeltaStepSuite):
 
     @pytest.fixture
     def run(self, library):
-        return functools.partial(recurrent_emulation.gated_delta_step, library)
+        return on_device(library, ops.gated_delta_step, "recurrent_cuda")
 
 
 class TestEarlyDeltaStep(DeltaStepSuite):
@@ -34,7 +38,7 @@ class TestEarlyDeltaStep(DeltaStepSuite):
 
     @pytest.fixture
     def run(self, library):
-        return functools.partial(recurrent_emulation.gated_delta_step, library, older=True)
+        return on_device(library, ops.gated_delta_step, "recurrent_cuda", **EARLY)
 
 
 class TestKimiStep(KimiStepSuite):
@@ -43,7 +47,7 @@ class TestKimiStep(KimiStepSuite):
 
     @pytest.fixture
     def run(self, library):
-        return functools.partial(recurrent_emulation.kimi_delta_step, library)
+        return on_device(library, ops.kimi_delta_step, "recurrent_cuda")
 
 
 class TestEarlyKimiStep(KimiStepSuite):
@@ -52,7 +56,7 @@ class TestEarlyKimiStep(KimiStepSuite):
 
     @pytest.fixture
     def run(self, library):
-        return functools.partial(recurrent_emulation.kimi_delta_step, library, older=True)
+        return on_device(library, ops.kimi_delta_step, "recurrent_cuda", **EARLY)
 
 
 class TestMamba2Step(Mamba2StepSuite):
@@ -61,7 +65,7 @@ class TestMamba2Step(Mamba2StepSuite):
 
     @pytest.fixture
     def run(self, library):
-        return functools.partial(recurrent_emulation.mamba2_step, library)
+        return on_device(library, ops.mamba2_step, "recurrent_cuda")
 
 
 class TestEarlyMamba2Step(Mamba2StepSuite):
@@ -70,4 +74,4 @@ class TestEarlyMamba2Step(Mamba2StepSuite):
 
     @pytest.fixture
     def run(self, library):
-        return functools.partial(recurrent_emulation.mamba2_step, library, older=True)
+        return on_device(library, ops.mamba2_step, "recurrent_cuda", **EARLY)

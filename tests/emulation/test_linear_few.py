@@ -41,15 +41,16 @@ class TestLinearFew(LinearFewSuite):
     @pytest.fixture
     def run(self, library, device):
         engine, major = DEVICES[device]
-        with cuda_emulation.capability(library, major):
-            yield lambda call: run_product(library, engine, call, H200)
+        return lambda call: run_product(library, engine, call, H200, capability=major)
 
     @pytest.mark.parametrize("count", [1, 5, 7])
     @pytest.mark.parametrize("case", LINEARS)
     def test_linear_on_few_multiprocessors(self, library, case, count):
-        """The weights are older than the preceding kernel, as in a chain of calls."""
+        """The weights are unchanged since the previous kernel, as in a chain of calls."""
         call = make_linear(case, "bf16-none")
-        assert_accurate(lambda call: run_product(library, "sm90", call, count, older=True), call)
+        assert_accurate(
+            lambda call: run_product(library, "sm90", call, count, unchanged=True), call
+        )
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), CUTS)
@@ -71,8 +72,8 @@ def test_the_engines_run_what_does_not_fit(library, rows, k, clusters):
 @pytest.mark.parametrize(("device", "blocks"), [("sm80", 1), ("sm90", 4), ("sm100", 8)])
 def test_only_newer_devices_have_clusters(library, device, blocks):
     engine, major = DEVICES[device]
-    with cuda_emulation.capability(library, major):
-        run_product(library, engine, make_linear((8, 77, 1040), "bf16-none"), H200)
+    call = make_linear((8, 77, 1040), "bf16-none")
+    run_product(library, engine, call, H200, capability=major)
     assert library.largest_cluster_blocks() == blocks
 
 

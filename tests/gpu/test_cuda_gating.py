@@ -62,8 +62,8 @@ def test_wrong_operand_is_named(shape, activation, message):
         ({"gate_input": (2, 15)}, r"gate_input \[rows, k\]"),
         ({"gate_input": (3, 16)}, r"gate_input \[rows, k\]"),
         ({"gate_weight": (1, 16)}, r"gate_weight \[k\]"),
-        ({"z": (2, 31)}, "z"),
-        ({"y": (2, 31)}, "y"),
+        ({"z": (2, 31)}, r"z \[rows, h\]"),
+        ({"y": (2, 31)}, r"y \[rows, h\]"),
     ],
 )
 def test_wrong_operand_of_a_linear_gate_is_named(operands, message):

@@ -64,7 +64,7 @@ def test_wrong_operand_is_named(name, what):
     x = make("odd", PAIRS[0])[0]
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = jax.ffi.ffi_call("nvfp4_add_rms_norm_cuda", (like, like))
-    # The length is read from x, so that a wrong x shows as a wrong weight.
-    named = "weight" if (name, what) == ("x", "shape") else name
+    # The length is read from x, so that a wrong x shows as another wrong operand.
+    named = "added" if (name, what) == ("x", "shape") else name
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{named}.*expected .*got"):
         jax.block_until_ready(call(*map(jnp.asarray, operands.values()), eps=np.float32(EPS)))

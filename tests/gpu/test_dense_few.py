@@ -235,7 +235,7 @@ def test_wrong_operand_is_named(x, weight, message):
             r"weight_scale \[n, k/128\]: expected \[3, 2\]",
         ),
         (((3, 160), "float8_e4m3fn"), (3,), (2,), r"row_scale \[rows\]: expected 0, 1 or 4 scales"),
-        (((3, 160), "float8_e4m3fn"), (3,), (4, 1), r"row_scale \[rows\]: expected 1 dimensions"),
+        (((3, 160), "float8_e4m3fn"), (3,), (4, 1), r"row_scale \[scales\]: expected 1 dimensions"),
     ],
 )
 def test_wrong_operand_of_fp8_is_named(weight, scale, row_scale, message):

@@ -14,7 +14,7 @@
 // Bottleneck: latency. One block handles a row, with pieces as in norm_pieces.cuh. All loads but
 // those of a long gate are in flight before the first is used.
 //
-// Tests: tests/emulation/test_deferred_work.py, tests/gpu/test_cuda_chain.py.
+// Tests: tests/emulation/test_fused_calls.py, tests/gpu/test_cuda_chain.py.
 #include <algorithm>
 
 #include "cuda/gating/gates.cuh"

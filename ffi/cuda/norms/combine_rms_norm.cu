@@ -12,7 +12,7 @@
 // pieces as in norm_pieces.cuh. For few rows, the kernel may start while GEMM 2 of the experts
 // still runs. For many, it does not, and its loads pass through the L1 cache; see combine.cu.
 //
-// Tests: tests/emulation/test_deferred_work.py, tests/gpu/test_cuda_chain.py.
+// Tests: tests/emulation/test_fused_calls.py, tests/gpu/test_cuda_chain.py.
 #include "cuda/epilogues/combine.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"

@@ -1,43 +1,44 @@
-"""Compile the CUDA kernels for the CPU, from the same sources, except for the plain kernels.
+"""Run the FFI targets of the CUDA extension on a CPU.
 
-All assembly is in seven headers. `emulation` has a replacement for each of them, and everything
+The kernels and the handlers are compiled from the same sources, except for the plain kernels. All
+assembly is in seven headers. `tests/emulation` has a replacement for each of them, and everything
 else is compiled unchanged. Threads are fibers. A kernel must not depend on the order of its
-threads, so every call runs twice, with the threads in both orders. Operands end at a protected
-page, so that an access past their end fails.
+threads, so every call runs twice, with the threads in both orders. Buffers end at a protected page,
+so that an access past their end fails. The targets are registered for JAX's CPU platform under
+their own names, so that the ops of the package call them.
 """
 
 import concurrent.futures
-import contextlib
 import ctypes
-import functools
+import dataclasses
 import hashlib
 import importlib.util
-import math
-import mmap
 import os
 import pathlib
 import shutil
 import subprocess
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from support.extensions import cuda_calls
 from support.files.given import ROOT, TESTS
 from support.files.made_once import made_once
-from support.kernels.float64_layer import Layer, Options, kind_of
 
-from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
+from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.ops.quantize import QUANTIZE_PARTIALS
 
-ENGINES = {"sm80": 0, "sm90": 1}  # the 16-bit engines; values of EngineKind in launch.h
-_ENGINES = {**ENGINES, "sm100": 2, "sm120": 3}
-# The other engines use "mma_64x64".
-_LAYOUTS = {"sm100": "fp4_128x64", "sm120": "fp4_64x64"}
+ENGINES = ("sm80", "sm90")  # the 16-bit engines
+# Engine -> how the FFI targets that run it end.
+SUFFIXES = {
+    "sm80": "w4a16_sm80",
+    "sm90": "w4a16_sm90",
+    "sm100": "w4a4_sm100",
+    "sm120": "w4a4_sm120",
+}
 HOPPER_SHARED_BYTES = 227 << 10  # of shared memory for a block
-_LEAST_SHARED_BYTES = 99 << 10  # of a block on 8.6, 8.9 and 12.x
+LEAST_SHARED_BYTES = 99 << 10  # of a block on 8.6, 8.9 and 12.x
+TARGET = Target("cuda", (9, 0))  # for which ops are lowered
 _FORMS = TESTS / "emulation"
 _FFI = ROOT / "ffi"
 # Files of ffi/cuda that are not compiled: the plain kernels, whose instructions have no replacement
@@ -46,13 +47,12 @@ _LEFT_OUT = {"plain_gemm", "moe", "grouped_gemm", "fp4_gemm_sm100"}
 # The fibers jump from stack to stack, which a fortified longjmp forbids.
 _FLAGS = (
     "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE "
-    "-DNVFP4_EMULATE_BLACKWELL=1"
+    "-DNVFP4_EMULATE_BLACKWELL=1 -DNVFP4_CUTLASS=0"
 )
+# What handlers launch, if tests may choose among kernels (device_functions.h).
+_CHOICES = "-DLaunchAttention=LaunchChosenAttention -DLaunchDenseFew=LaunchChosenDense"
 _TYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3}
-_SCALES = ("none", "static", "token")
-_SCORES = ("softmax", "sigmoid", "sqrt_softplus")
-_KINDS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
-_GUARD = mmap.PAGESIZE
+_FORCED = ("nothing", "sm90", "tiles")  # as in device_functions.h
 
 
 def cuda_include() -> pathlib.Path:
@@ -79,48 +79,78 @@ def cutlass_include() -> pathlib.Path:
     return pathlib.Path(spec.submodule_search_locations[0]) / "source/include"
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the next calls run on.
+
+    Attributes:
+      multiprocessors: their number.
+      shared_bytes: shared memory that a block may have.
+      capability: the major number of the compute capability, where kernels depend on it; else 0.
+      forced: kernels that run, also where others would be faster: "nothing", "sm90" for those for
+        9.0 alone, or "tiles" for the kernel for plain weights on devices before 9.0.
+      unchanged: whether operands are unchanged since the previous kernel, as in a chain.
+    """
+
+    multiprocessors: int = 1
+    shared_bytes: int = HOPPER_SHARED_BYTES
+    capability: int = 0
+    forced: str = "nothing"
+    unchanged: bool = False
+
+
+_DEVICE = Device()
+
+
 def load(cache: pathlib.Path) -> ctypes.CDLL:
-    """Load the library of all kernels. It is compiled first if the folder `cache` lacks it."""
-    library = made_once(cache / f"{_fingerprint()}.so", _build)
-    loaded = ctypes.CDLL(str(library))
-    loaded.moe_workspace_bytes.restype = ctypes.c_int64
-    loaded.combined_few_shared_bytes.restype = ctypes.c_int64
-    loaded.combined_few_shared_bytes.argtypes = [ctypes.c_int64] * 2
-    loaded.grouped_gemm_workspace_bytes.restype = ctypes.c_int64
-    loaded.attention_workspace_bytes.restype = ctypes.c_int64
-    loaded.latent_attention_workspace_bytes.restype = ctypes.c_int64
-    loaded.delta_rule_workspace_bytes.restype = ctypes.c_int64
-    loaded.mamba2_scan_workspace_bytes.restype = ctypes.c_int64
-    return loaded
+    """Register the FFI targets. They are compiled first if the folder `cache` lacks them."""
+    library = ctypes.CDLL(str(made_once(cache / f"{_fingerprint()}.so", _build)))
+    library.combined_few_shared_bytes.restype = ctypes.c_int64
+    library.combined_few_shared_bytes.argtypes = [ctypes.c_int64] * 2
+    library.target_name.restype = ctypes.c_char_p
+    library.target_handler.restype = ctypes.c_void_p
+    index = 0
+    while name := library.target_name(index):
+        handler = jax.ffi.pycapsule(ctypes.c_void_p(library.target_handler(index)))
+        jax.ffi.register_ffi_target(name.decode(), handler, platform="cpu")
+        index += 1
+    return library
 
 
 def _fingerprint() -> str:
-    """Return a hash of the sources, of the compiler and its flags, and of CUDA's number types."""
+    """Return a hash of the sources, of the compiler and its flags, and of the headers."""
     compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
-    found = hashlib.sha256(repr((compiler.stdout, _FLAGS, sorted(_LEFT_OUT))).encode())
-    sources = [*_FFI.glob("*.h"), *(_FFI / "cuda").rglob("*.*"), *_FORMS.rglob("*.*")]
+    given = compiler.stdout, _FLAGS, _CHOICES, sorted(_LEFT_OUT)
+    found = hashlib.sha256(repr(given).encode())
+    sources = [*_bindings(), *_FFI.glob("*.h"), *(_FFI / "cuda").rglob("*.*"), *_FORMS.rglob("*.*")]
     headers = [cuda_include() / name for name in ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")]
+    headers += (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api").glob("*.h")
     for source in sorted([*sources, *headers]):
         if source.suffix not in (".py", ".pyc"):
             found.update(str(source).encode() + source.read_bytes())
     return found.hexdigest()[:16]
 
 
+def _bindings() -> list[pathlib.Path]:
+    """Return the files of the CUDA extension that are compiled for the host, but its module."""
+    return [path for path in _FFI.glob("cuda_*.cc") if path.stem != "cuda_module"]
+
+
 def _build(folder: pathlib.Path) -> pathlib.Path:
-    """Compile the kernels in `folder`, and return the path of the library."""
-    for header in _FFI.glob("*.h"):
-        shutil.copy(header, folder)
+    """Compile the kernels and their handlers in `folder`, and return the path of the library."""
+    for source in (*_FFI.glob("*.h"), *_bindings(), *_FORMS.glob("*.*")):
+        shutil.copy(source, folder)
     for tree in (_FFI / "cuda", _FORMS / "cuda"):  # the replacements overwrite the originals
         shutil.copytree(tree, folder / "cuda", dirs_exist_ok=True)
-    for source in _FORMS.glob("*.*"):
-        shutil.copy(source, folder)
-    compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{cuda_include()}"]
+    includes = [f"-I{path}" for path in (folder, cuda_include(), jax.ffi.include_dir())]
+    compiler = ["g++", *_FLAGS.split(), *includes, "-include", "cuda_on_cpu.h", "-x", "c++"]
     kernels = sorted(p for p in folder.glob("cuda/*/*.cu") if p.stem not in _LEFT_OUT)
-    names = [str(p.relative_to(folder)) for p in kernels] + ["cuda_on_cpu.cc", "driver.cc"]
+    names = [str(p.relative_to(folder)) for p in (*kernels, *folder.glob("*.cc"))]
 
     def compile_one(name):
-        command = [*compiler, "-include", "cuda_on_cpu.h", "-x", "c++", "-c", name]
-        return subprocess.run([*command, "-o", f"{name}.o"], cwd=folder, check=False).returncode
+        choices = _CHOICES.split() if name.endswith("_bindings.cc") else []
+        command = [*compiler, *choices, "-c", name, "-o", f"{name}.o"]
+        return subprocess.run(command, cwd=folder, check=False).returncode
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         if any(pool.map(compile_one, names)):
@@ -131,36 +161,83 @@ def _build(folder: pathlib.Path) -> pathlib.Path:
     return library
 
 
-class Guarded:
-    """Memory that ends at a protected page, except for alignment to 16 bytes."""
+def emulate(library, function, *operands, device=_DEVICE, **options):
+    """Call `function`, which calls one FFI target, and return its results as numpy arrays.
 
-    def __init__(self, size: int, content: np.ndarray | None = None):
-        pages = -(-max(size, 1) // _GUARD)
-        self._memory = mmap.mmap(-1, (pages + 1) * _GUARD)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + pages * _GUARD), _GUARD, 0)
-        self.address = (begin + pages * _GUARD - size) // 16 * 16
-        self._size = size
-        ctypes.memset(self.address, 0xFF, size)
-        self._content = None if content is None else np.ascontiguousarray(content).tobytes()
-        if self._content:
-            ctypes.memmove(self.address, self._content, size)
-
-    def read(self) -> bytes:
-        return ctypes.string_at(self.address, self._size)
-
-    def check(self):
-        """Raise an error if a kernel has changed this operand."""
-        if self._content is not None and self.read() != self._content:
-            raise RuntimeError("a kernel wrote to an operand")
-
-
-class _MoEShape(ctypes.Structure):
-    _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("t", "top_k", "e", "h", "i", "n1")]
+    Args:
+      library: of `load`.
+      function: a function of arrays. It is compiled.
+      operands: arrays and None.
+      device: what the target runs on.
+      options: keyword arguments of the function. Those that are arrays are traced.
+    """
+    arrays = {name: x for name, x in options.items() if isinstance(x, np.ndarray | jax.Array)}
+    static = {name: x for name, x in options.items() if name not in arrays}
+    run = jax.jit(lambda operands, arrays: function(*operands, **arrays, **static))
+    library.configure(
+        device.multiprocessors,
+        device.shared_bytes,
+        device.capability,
+        _FORCED.index(device.forced),
+        int(device.unchanged),
+    )
+    results = jax.tree.map(np.asarray, run(operands, arrays))
+    if not library.call_count() and any(x.size for x in jax.tree.leaves(results)):
+        raise RuntimeError("no kernel ran")
+    return results
 
 
-class _ProductShape(ctypes.Structure):
-    _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("m", "n", "n_pad", "k", "e", "parts")]
+def on_device(library, function, backend=None, **device) -> Any:
+    """Return `function`, an op, for the emulated device, with the record `backend`."""
+    how = {"target": TARGET} | ({} if backend is None else {"backend": backend})
+    usual = Device(**device)
+
+    def run(*operands, device=usual, **options):
+        return emulate(library, function, *operands, device=device, **how, **options)
+
+    return run
+
+
+def call_target(name, operands, results, **attributes):
+    """Call an FFI target. `results` are arrays or pairs (shape, dtype), and None is left out."""
+    likes = [
+        jax.ShapeDtypeStruct(*((x.shape, x.dtype) if hasattr(x, "shape") else x)) for x in results
+    ]
+    operands = [np.zeros(0, np.float32) if x is None else x for x in operands]
+    return jax.ffi.ffi_call(name, likes)(*operands, **attributes)
+
+
+def moe(library, engine, x, layer, ids, weights, options, multiprocessors, **device):
+    """Run an expert layer on canonical weights, and return [t, h] in the dtype of x.
+
+    A single token runs twice, because a kernel may read its row before it waits. Both results must
+    have the same bits.
+    """
+    first, *others = (
+        emulate(
+            library,
+            lambda *operands: cuda_calls.moe(*operands, options, SUFFIXES[engine]),
+            *(x, layer, ids, weights),
+            device=Device(multiprocessors, unchanged=unchanged, **device),
+        )
+        for unchanged in ((False, True) if len(x) == 1 else (False,))
+    )
+    if any(other.tobytes() != first.tobytes() for other in others):
+        raise RuntimeError("the result depends on what the preceding kernel has written")
+    return first
+
+
+def grouped_gemm(library, engine, operands, mode, multiprocessors, **device):
+    """Multiply rows, sorted by group, by canonical weights; return [m, n] in the dtype of x.
+
+    `operands` and `mode` are those of `float64_layer.grouped_gemm`.
+    """
+    return emulate(
+        library,
+        lambda *operands: cuda_calls.grouped_gemm(*operands, mode, SUFFIXES[engine]),
+        *operands,
+        device=Device(multiprocessors, **device),
+    )
 
 
 class LinearFewCut(ctypes.Structure):
@@ -171,192 +248,52 @@ class LinearFewCut(ctypes.Structure):
     ]
 
 
-class _Activation(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("kind", ctypes.c_int),
-        ("gated", ctypes.c_bool),
-        ("interleaved", ctypes.c_bool),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        ("gate_limit", ctypes.c_float),
-        ("up_limit", ctypes.c_float),
-    ]
-
-
-class _RouterCall(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("t", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("e", "top_k", "num_groups", "groups_kept")),
-        ("score", ctypes.c_int),
-        ("select_logits", ctypes.c_bool),
-        ("renormalize", ctypes.c_bool),
-        ("scaling", ctypes.c_float),
-    ]
-
-
-def _activation(options: Options) -> _Activation:
-    interleaved = options.activation == "swigluoai"
-    gate_limit = options.limit
-    if options.activation == "swiglustep" and math.isfinite(gate_limit):
-        # The bindings find this gate: silu(gate_limit) = limit, or g = limit * (1 + e^-g).
-        for _ in range(200):
-            gate_limit = options.limit * (1 + math.exp(-gate_limit))
-    values = options.gated, interleaved, options.alpha, options.beta, gate_limit, options.limit
-    return _Activation(_KINDS.index(kind_of(options.activation)), *values)
-
-
-def _run(
-    library,
-    call,
-    operands,
-    likes,
-    workspace,
-    multiprocessors,
-    shared_bytes=HOPPER_SHARED_BYTES,
-    in_place=(),
-):
-    """Call twice, with the threads of a block in both orders. Return outputs like `likes`.
-
-    Both calls must return the same bytes. `shared_bytes` is the shared memory that a block may
-    have. `in_place` has arrays that the kernel changes. They are further outputs.
-    """
-    outputs = []
-    for backwards in (0, 1):
-        library.configure(multiprocessors, shared_bytes, backwards)
-        guarded = [None if a is None else Guarded(a.nbytes, a) for a in operands]
-        results = [Guarded(like.nbytes) for like in likes]
-        results += [Guarded(a.nbytes, a) for a in in_place]
-        places = [*guarded, *results, Guarded(workspace)]
-        addresses = [None if place is None else place.address for place in places]
-        if error := call((ctypes.c_void_p * len(places))(*addresses)):
-            raise RuntimeError(f"CUDA error {error}")
-        for operand in filter(None, guarded):
-            operand.check()
-        outputs.append([result.read() for result in results])
-    if outputs[0] != outputs[1]:
-        raise RuntimeError("the result depends on the order of the threads")
-    return [
-        np.frombuffer(content, like.dtype).reshape(like.shape)
-        for content, like in zip(outputs[0], [*likes, *in_place], strict=True)
-    ]
-
-
-def _weights(packed, block_scale, global_scale, input_scale, bias):
-    scales = np.asarray(block_scale), global_scale, input_scale
-    return [np.asarray(packed), *scales, bias if bias.size else None]
-
-
-def moe(
-    library,
-    engine,
-    x,
-    layer: Layer,
-    ids,
-    weights,
-    options: Options,
-    multiprocessors,
-    shared_bytes=HOPPER_SHARED_BYTES,
-    function="moe",
-):
-    """Run an expert layer on canonical weights, and return [t, h] in the dtype of x.
-
-    `function` is that of ``driver.cc``: "moe", or "moe_and_combine".
-    """
-    layout = _LAYOUTS.get(engine, "mma_64x64")
-    prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), layout, gated=options.gated)
-    i = layer.down_packed.shape[2] * 2
-    gate_up_rows = (2 if options.gated else 1) * i
-    shape = _MoEShape(
-        x.shape[0], ids.shape[1], layer.down_packed.shape[0], x.shape[1], i, gate_up_rows
-    )
-    gate_up = _weights(*prepared[:3], layer.gate_up_input_scale, layer.gate_up_bias)
-    down = _weights(
-        prepared.down_packed,
-        prepared.down_block_scale,
-        layer.down_global_scale,
-        layer.down_input_scale,
-        layer.down_bias,
-    )
-    call = functools.partial(
-        getattr(library, function),
-        ctypes.byref(shape),
-        ctypes.byref(_activation(options)),
-        _TYPES[x.dtype.name],
-        _ENGINES[engine],
-        int(options.weight_on_input),
-        _SCALES.index(options.activation_scale),
-    )
-    size = library.moe_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
-    operands = [x, *gate_up, *down, ids, weights]
-    operands = [_array(a) for a in operands]
-    return _run(library, call, operands, [x], size, multiprocessors, shared_bytes)[0]
-
-
-def _array(operand):
-    return None if operand is None else np.asarray(operand)
-
-
-def grouped_gemm(library, engine, operands, mode, multiprocessors, *, older=False):
-    """Multiply rows, sorted by group, by canonical weights; return [m, n] in the dtype of x.
-
-    `operands` and `mode` are those of `float64_layer.grouped_gemm`. If `older`, the weights are
-    older than the preceding kernel.
-    """
-    x, packed, block_scale, global_scale, input_scale, bias, sizes = operands
-    (m, k), (e, n, _) = x.shape, packed.shape
-    packed, block_scale = to_layout(
-        jnp.asarray(packed),
-        jnp.asarray(block_scale),
-        find_layout(_LAYOUTS.get(engine, "mma_64x64")),
-    )
-    shape = _ProductShape(m, n, n, k, e, global_scale.shape[1])
-    call = functools.partial(
-        library.grouped_gemm,
-        ctypes.byref(shape),
-        _TYPES[x.dtype.name],
-        _ENGINES[engine],
-        _SCALES.index(mode),
-        int(older),
-    )
-    size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
-    weights = _weights(packed, block_scale, global_scale, input_scale, bias)
-    operands = [_array(a) for a in (x, *weights, sizes if sizes.size else None)]
-    y = np.empty((m, n), x.dtype)
-    return _run(library, call, operands, [y], size, multiprocessors)[0]
-
-
-def cut_linear_few(
-    library, rows, n, k, multiprocessors, *, clusters=True, shared_bytes=HOPPER_SHARED_BYTES
-) -> LinearFewCut:
-    """Return how the kernel for few rows cuts a linear layer. shared_bytes is 0 if it does not."""
-    library.configure(multiprocessors, shared_bytes, 0)
-    cut, sizes = LinearFewCut(), [ctypes.c_int64(size) for size in (rows, n, k)]
-    library.cut_linear_few(*sizes, int(clusters), ctypes.byref(cut))
-    return cut
-
-
-@contextlib.contextmanager
-def capability(library, major: int):
-    """Let the emulated device have compute capability `major`, where kernels depend on it."""
-    library.use_capability(major)
-    try:
-        yield
-    finally:
-        library.use_capability(0)
-
-
 class LinearSm90Cut(ctypes.Structure):
     """How the kernel for linear layers on 9.0 cuts a layer (linear_sm90.cuh)."""
 
     _fields_: ClassVar = [(name, ctypes.c_int32) for name in ("teams", "ranks")]
 
 
+class DenseFewCut(ctypes.Structure):
+    """How the kernel for plain weights and few rows cuts a layer (dense_few.cuh)."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_int32) for name in ("tile", "ranks", "rank_pieces", "shared_bytes")
+    ]
+
+
+def _cut(library, function, cut, sizes, others, multiprocessors, shared_bytes=HOPPER_SHARED_BYTES):
+    library.configure(multiprocessors, shared_bytes, 0, 0, 0)
+    numbers = *map(ctypes.c_int64, sizes), *map(int, others)
+    getattr(library, function)(*numbers, ctypes.byref(cut))
+    return cut
+
+
+def cut_linear_few(
+    library, rows, n, k, multiprocessors, *, clusters=True, shared_bytes=HOPPER_SHARED_BYTES
+) -> LinearFewCut:
+    """Return how the kernel for few rows cuts a linear layer. shared_bytes is 0 if it does not."""
+    how = (rows, n, k), (clusters,), multiprocessors, shared_bytes
+    return _cut(library, "cut_linear_few", LinearFewCut(), *how)
+
+
 def cut_linear_sm90(library, n, k, multiprocessors, *, few) -> LinearSm90Cut:
     """Return how the kernel for 9.0 cuts a linear layer, with `few` NVFP4 rows or other ones."""
-    library.configure(multiprocessors, HOPPER_SHARED_BYTES, 0)
-    cut, sizes = LinearSm90Cut(), [ctypes.c_int64(size) for size in (n, k)]
-    library.cut_linear_sm90(*sizes, int(few), ctypes.byref(cut))
-    return cut
+    return _cut(library, "cut_linear_sm90", LinearSm90Cut(), (n, k), (few,), multiprocessors)
+
+
+def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
+    """Return how the kernel for plain weights cuts a layer of ``sizes = (rows, n, k)``.
+
+    The layer has a bias in float32, which takes the most shared memory.
+    """
+    others = _TYPES[x_type], _TYPES[weight_type], clusters
+    return _cut(library, "cut_dense_few", DenseFewCut(), sizes, others, multiprocessors)
+
+
+def fills_sm90(library, *sizes) -> bool:
+    """Return whether Hopper takes its own kernel for attention of sizes ``b, t, n, m, s, d``."""
+    return bool(library.attention_fills_sm90(*map(ctypes.c_int64, sizes)))
 
 
 def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):
@@ -365,10 +302,12 @@ def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):
     If `shuffled`, the sums come from the emulation for GPUs without the instruction. Otherwise they
     come from the replacement header that the kernels use here.
     """
-    operands = [np.ascontiguousarray(x, np.uint32) for x in (a, b, scale_a, scale_b)]
-    like = np.empty((32, 4), np.float32)
-    call = functools.partial(library.multiply_fp4, int(shuffled))
-    return _run(library, call, operands, [like], 0, multiprocessors=1)[0]
+
+    def run(*operands):
+        results = [((32, 4), np.float32)]
+        return call_target("emulated_multiply_fp4", operands, results, shuffled=shuffled)[0]
+
+    return emulate(library, run, *(np.asarray(x, np.uint32) for x in (a, b, scale_a, scale_b)))
 
 
 def pack_groups(library, starts, slots, scales, weight_rows, k, scaled):
@@ -380,73 +319,49 @@ def pack_groups(library, starts, slots, scales, weight_rows, k, scaled):
     """
     e = len(starts) - 1
     likes = {
-        "shapes": np.empty((e, 3), np.int32),
-        "strides": np.empty((e, 3), np.int64),
-        "scale_layouts": np.empty((e, 10), np.int32),
-        "offsets": np.empty((e, 5), np.int64),
-        "alpha": np.empty(e, np.float32),
-        "places": np.empty(len(slots), np.int32),
+        "shapes": ((e, 3), np.int32),
+        "strides": ((e, 6), np.int32),  # JAX has no numbers of 64 bits here
+        "scale_layouts": ((e, 10), np.int32),
+        "offsets": ((e, 10), np.int32),
+        "alpha": ((e,), np.float32),
+        "places": ((len(slots),), np.int32),
     }
-    call = functools.partial(library.pack_groups, e, len(slots), weight_rows, k, int(scaled))
-    operands = [starts, slots, scales[0], scales[1]]
-    arrays = _run(library, call, operands, [*likes.values()], 0, multiprocessors=1)
-    return dict(zip(likes, arrays, strict=True))
+    attributes = {"weight_rows": np.int64(weight_rows), "k": np.int64(k), "scaled": scaled}
+
+    def run(*operands):
+        return call_target("emulated_pack_groups", operands, likes.values(), **attributes)
+
+    arrays = emulate(library, run, starts, slots, *scales)
+    found = dict(zip(likes, arrays, strict=True))
+    return found | {name: found[name].view(np.int64) for name in ("strides", "offsets")}
 
 
 def route(library, router: Router, logits, bias=None):
     """Return expert_ids and expert_weights ``[t, top_k]`` for `logits`."""
     logits = np.asarray(logits)
-    t, e = logits.shape
-    call = _RouterCall(
-        t,
-        e,
-        router.top_k,
-        router.num_groups,
-        router.groups_kept,
-        _SCORES.index(router.score),
-        router.select == "logits",
-        router.renormalize and router.select == "scores",  # as the lowering passes it
-        router.scaling,
-    )
-    likes = [np.empty((t, router.top_k), dtype) for dtype in (np.int32, np.float32)]
-    bound = functools.partial(library.route, ctypes.byref(call))
-    return _run(library, bound, [logits, _array(bias)], likes, 0, multiprocessors=1)
+    results = [((len(logits), router.top_k), dtype) for dtype in (np.int32, np.float32)]
+    attributes = {
+        "score": router.score,
+        "select_logits": router.select == "logits",
+        "renormalize": router.renormalize and router.select == "scores",  # as the lowering does
+        "num_groups": np.int32(router.num_groups),
+        "groups_kept": np.int32(router.groups_kept),
+        "scaling": np.float32(router.scaling),
+    }
+
+    def run(*operands):
+        return call_target("nvfp4_route_cuda", operands, results, **attributes)
+
+    return emulate(library, run, logits, bias)
 
 
 def quantize(library, x, global_scale=None, scale_layout="linear"):
     """Quantize rows.
 
-    Returns packed uint8, block_scale as bytes (with padding if swizzled), and global_scale.
+    Returns packed uint8, block_scale e4m3 (with padding if swizzled), and global_scale.
     """
-    m, k = x.shape
-    swizzled = scale_layout != "linear"
-    scales = (-(-m // 128) * 128, -(-k // 64) * 4) if swizzled else (m, k // 16)
-    likes = [np.empty((m, k // 2), np.uint8), np.empty(scales, np.uint8), np.empty((), np.float32)]
-    call = functools.partial(
-        library.quantize,
-        ctypes.c_int64(m),
-        ctypes.c_int64(k),
-        _TYPES[x.dtype.name],
-        int(swizzled),
-    )
     scale = None if global_scale is None else np.float32(global_scale)
-    workspace = 4 * QUANTIZE_PARTIALS if global_scale is None else 0
-    return _run(library, call, [x, scale], likes, workspace, multiprocessors=1)
-
-
-def add_rms_norm(library, x, added, weight, *, eps):
-    """Return the sum and the normalized sum ``[rows, h]``, as `ops.add_rms_norm` does."""
-    rows, h = x.shape
-    call = functools.partial(
-        library.add_rms_norm,
-        ctypes.c_int64(rows),
-        ctypes.c_int64(h),
-        _TYPES[x.dtype.name],
-        _TYPES[weight.dtype.name],
-        ctypes.c_float(eps),
-    )
-    total, y = _run(library, call, [x, _array(added), weight], [x, x], 0, multiprocessors=1)
-    return (x if added is None else total), y
+    return emulate(library, cuda_calls.quantize, x, scale, scale_layout=scale_layout)
 
 
 def sines(library, angles):

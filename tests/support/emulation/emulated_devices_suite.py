@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 import pytest
-from support.emulation.cuda_emulation import _LEAST_SHARED_BYTES, HOPPER_SHARED_BYTES
+from support.emulation.cuda_emulation import HOPPER_SHARED_BYTES, LEAST_SHARED_BYTES, Device
 from support.kernels.recurrence_suite import RAGGED, Recurrence, assert_same_bits
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
@@ -20,7 +20,7 @@ class DevicesSuite:
         ("multiprocessors", "shared_bytes"),
         [
             (1, AMPERE_SHARED_BYTES),
-            (1, _LEAST_SHARED_BYTES),
+            (1, LEAST_SHARED_BYTES),
             (132, HOPPER_SHARED_BYTES),
         ],
     )
@@ -36,8 +36,8 @@ class DevicesSuite:
     def test_other_devices(self, run, name, multiprocessors, shared_bytes, monkeypatch):
         own = self.recurrence
         operands, lengths = own.make(name), own.lengths(name)
-        device = {"multiprocessors": multiprocessors, "shared_bytes": shared_bytes}
-        found = run(*operands, lengths=lengths, **device)
+        device = Device(multiprocessors, shared_bytes)
+        found = run(*operands, lengths=lengths, device=device)
         exact = own.exact(*operands, lengths)
         plain = own.plain(operands, monkeypatch, lengths)
         for got, want, yardstick in zip(found, exact, plain, strict=True):

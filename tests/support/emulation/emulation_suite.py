@@ -31,14 +31,14 @@ _DIVIDED_PRODUCTS = (
 )
 
 
-def run_layer(library, engine, call, count=_FEW, **options):
-    """Run a `kernel_cases.LayerCall`, with the options of `cuda_emulation.moe`."""
-    return cuda_emulation.moe(library, engine, *call.operands, count, **options)
+def run_layer(library, engine, call, count=_FEW, **device):
+    """Run a `kernel_cases.LayerCall` on a `cuda_emulation.Device`."""
+    return cuda_emulation.moe(library, engine, *call.operands, count, **device)
 
 
-def run_product(library, engine, call, count=_FEW, **options):
-    """Run a `kernel_cases.ProductCall`, with the options of `cuda_emulation.grouped_gemm`."""
-    return cuda_emulation.grouped_gemm(library, engine, call.operands, call.mode, count, **options)
+def run_product(library, engine, call, count=_FEW, **device):
+    """Run a `kernel_cases.ProductCall` on a `cuda_emulation.Device`."""
+    return cuda_emulation.grouped_gemm(library, engine, call.operands, call.mode, count, **device)
 
 
 class EmulatedLayers:

@@ -56,46 +56,57 @@ def moe_prepared(
     x, layer: Layer, expert_ids, expert_weights, options: Options, i, suffix="w4a16_sm90"
 ):
     """Run an expert layer on weights from `prepare`; i is the intermediate size."""
+    target, operands, outputs, attributes = moe_call(
+        x, layer, expert_ids, expert_weights, options, i, suffix
+    )
+    return jax.ffi.ffi_call(target, outputs)(*operands, **attributes)[0]
+
+
+def moe_call(x, layer: Layer, expert_ids, expert_weights, options: Options, i, suffix):
+    """Return the target of an expert layer, its operands, its results and its attributes."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = layer.down_packed.shape[0]
     workspace_bytes = _MOE_WORKSPACE.get(suffix, cuda.moe_w4a16_workspace_bytes)
     workspace = workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
-    outputs = (
-        jax.ShapeDtypeStruct((t, h), x.dtype),
+    attributes = {
+        "activation": options.activation,
+        "alpha": np.float32(options.alpha),
+        "beta": np.float32(options.beta),
+        "limit": np.float32(options.limit),
+        "activation_scale": options.activation_scale,
+        "weight_on_input": options.weight_on_input,
+        "intermediate": np.int64(i),
+    }
+    operands = x, *layer, expert_ids, expert_weights
+    return f"nvfp4_moe_{suffix}", operands, _outputs((t, h), x.dtype, workspace), attributes
+
+
+def _outputs(shape, dtype, workspace):
+    return (
+        jax.ShapeDtypeStruct(shape, dtype),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     )
-    return jax.ffi.ffi_call(f"nvfp4_moe_{suffix}", outputs)(
-        x,
-        *layer,
-        expert_ids,
-        expert_weights,
-        activation=options.activation,
-        alpha=np.float32(options.alpha),
-        beta=np.float32(options.beta),
-        limit=np.float32(options.limit),
-        activation_scale=options.activation_scale,
-        weight_on_input=options.weight_on_input,
-        intermediate=np.int64(i),
-    )[0]
 
 
 def grouped_gemm(
     x, packed, block_scale, global_scale, input_scale, bias, sizes, mode, suffix="w4a16_sm90"
 ):
     """Multiply rows, sorted by group, by canonical weights; return [m, n] in the dtype of x."""
+    operands = x, packed, block_scale, global_scale, input_scale, bias, sizes
+    target, operands, outputs, attributes = grouped_gemm_call(operands, mode, suffix)
+    return jax.ffi.ffi_call(target, outputs)(*operands, **attributes)[0]
+
+
+def grouped_gemm_call(operands, mode, suffix):
+    """Return the target of a grouped GEMM, its operands, its results and its attributes."""
+    x, packed, block_scale, *others = operands
     (m, k), (e, n, _) = x.shape, packed.shape
     layout = find_layout(_LAYOUTS.get(suffix, "mma_64x64"))
     packed, block_scale = to_layout(packed, block_scale, layout)
     workspace_bytes = _PRODUCT_WORKSPACE.get(suffix, cuda.grouped_gemm_w4a16_workspace_bytes)
-    workspace = workspace_bytes(m, e, n, k, dtype=x.dtype)
-    outputs = (
-        jax.ShapeDtypeStruct((m, n), x.dtype),
-        jax.ShapeDtypeStruct((workspace,), jnp.uint8),
-    )
-    operands = (x, packed, block_scale, global_scale, input_scale, bias, sizes)
-    return jax.ffi.ffi_call(f"nvfp4_grouped_gemm_{suffix}", outputs)(
-        *operands, activation_scale=mode
-    )[0]
+    outputs = _outputs((m, n), x.dtype, workspace_bytes(m, e, n, k, dtype=x.dtype))
+    operands = x, packed, block_scale, *others
+    return f"nvfp4_grouped_gemm_{suffix}", operands, outputs, {"activation_scale": mode}
 
 
 def quantize(x, global_scale=None, scale_layout="linear"):

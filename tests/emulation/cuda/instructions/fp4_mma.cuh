@@ -1,6 +1,6 @@
 // Replaces fp4_mma.cuh on a CPU: each lane shows all its operands to the others, and codes are
 // summed as integers. The emulation for GPUs, which uses shuffles, would take ten times as long
-// here. driver.cc can run that one too.
+// here. device_functions.cc can run that one too.
 #pragma once
 
 #include "cuda/instructions/fp4_emulation.cuh"
