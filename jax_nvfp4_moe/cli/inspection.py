@@ -15,7 +15,7 @@ from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.cli.escaping import escape_line
 from jax_nvfp4_moe.cli.output import table
-from jax_nvfp4_moe.models.loading import LoadPlan, abstract_model, list_architectures
+from jax_nvfp4_moe.models.loading import UnreadModel, abstract_model, list_architectures
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedExperts
 from jax_nvfp4_moe.nn.explanation import explain
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
@@ -48,7 +48,7 @@ def inspect(path: str | pathlib.Path, *, scheme: str | None = None, dtype="bfloa
     return describe(path, abstract_model(path, scheme=scheme, dtype=dtype))
 
 
-def describe(path: str | pathlib.Path, load: LoadPlan) -> str:
+def describe(path: str | pathlib.Path, load: UnreadModel) -> str:
     """Describe a checkpoint whose headers have been read, as text; see `inspect`."""
     model, kinds = load.model, _kinds(load.model)
     parts = [*map(escape_line, _header(path)), "", *table(_rows(model)), ""]
@@ -93,7 +93,7 @@ def measure_bytes(model: nnx.Module) -> list[ModuleBytes]:
     return found + others
 
 
-def bytes_report(path: str | pathlib.Path, load: LoadPlan) -> dict[str, Any]:
+def bytes_report(path: str | pathlib.Path, load: UnreadModel) -> dict[str, Any]:
     """Return what a checkpoint contains, as values for JSON.
 
     Args:

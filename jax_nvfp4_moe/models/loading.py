@@ -202,11 +202,11 @@ def load_model(
     """
     settings = _settings(scheme, dtype, backend, mesh, dispatch, axis_names)
     with open_checkpoint(path) as checkpoint:
-        plan = plan_model(checkpoint, settings)
+        unread = find_model(checkpoint, settings)
         warn_of_generation_keys(checkpoint.folder)
         stop_ids = read_stop_ids(checkpoint.folder, read_end_of_text(checkpoint.folder))
-        with plan.open_reader() as reader:
-            model = plan.materialize(reader)
+        with unread.open_reader() as reader:
+            model = unread.materialize(reader)
     model.stop_ids = stop_ids
     _say_where_scheme_is_idle(model, settings.scheme)
     return model
@@ -263,13 +263,13 @@ def load_moe(
     """
     settings = _settings(scheme, dtype, backend, mesh, dispatch, axis_names)
     with open_checkpoint(path) as checkpoint:
-        plan = plan_moe(checkpoint, layer, settings)
-        with plan.open_reader() as reader:
-            return plan.materialize(reader)
+        unread = find_moe(checkpoint, layer, settings)
+        with unread.open_reader() as reader:
+            return unread.materialize(reader)
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadPlan:
+class UnreadModel:
     """What the headers alone tell about a model: its modules, and the tensors that fill them.
 
     Attributes:
@@ -324,17 +324,17 @@ class LoadPlan:
         for name in () if path is None else path.split("."):
             found = found[int(name)] if name.isdigit() else getattr(found, name)
         leaves, tree = jax.tree.flatten(found)
-        made = tree.unflatten(leaves)  # a copy: the modules of the plan stay without weights
+        made = tree.unflatten(leaves)  # a copy: the modules of `model` stay without weights
         fill(made, self.path if path is None else path, self.parts, reader, self.settings)
         if self.settings.expert_mesh is not None:
             note_shardings(made, self.settings.expert_mesh)
         return made
 
 
-def plan_model(
+def find_model(
     checkpoint: Checkpoint, settings: Settings, options: LoadOptions | None = None
-) -> LoadPlan:
-    """Plan the load of a whole model: build it without weights, and find its tensors.
+) -> UnreadModel:
+    """Find a whole model in the headers: build it without weights, and find its tensors.
 
     Args:
       checkpoint: the open checkpoint.
@@ -348,21 +348,23 @@ def plan_model(
     few = refuse_layers(checkpoint.tensors, config.num_layers)
     if few is not None:
         raise CheckpointError([few], str(checkpoint.folder))
-    plan = _plan(checkpoint, row, lambda make: row.build_model(config, make), "", settings, options)
+    unread = _find(
+        checkpoint, row, lambda make: row.build_model(config, make), "", settings, options
+    )
     warn_of_other_frequencies(checkpoint, config)
-    return plan
+    return unread
 
 
-def plan_moe(checkpoint: Checkpoint, layer: int, settings: Settings) -> LoadPlan:
-    """Plan the load of the expert block of one layer; otherwise as `plan_model`."""
+def find_moe(checkpoint: Checkpoint, layer: int, settings: Settings) -> UnreadModel:
+    """Find the expert block of one layer; otherwise as `find_model`."""
     row, config = _read_config(checkpoint)
     path = row.moe.replace("*", str(layer))
-    return _plan(
+    return _find(
         checkpoint, row, lambda make: row.build_moe(config, layer, make), path, settings, None
     )
 
 
-def _plan(checkpoint, row, build, path, settings, options):
+def _find(checkpoint, row, build, path, settings, options):
     """Build the abstract module at `path`, and check the headers of its tensors."""
     options = options or _options(settings)
     table = WeightTable(checkpoint, options)
@@ -383,13 +385,13 @@ def _plan(checkpoint, row, build, path, settings, options):
         names = (source.name for part in make.parts for source in part.sources.values())
         modules = sorted({".".join(name.split(".")[:4]) for name in names})
     table.check(modules)
-    return LoadPlan(model, path, make.parts, table, settings)
+    return UnreadModel(model, path, make.parts, table, settings)
 
 
 def abstract_model(
     path: Folder, *, scheme: Scheme | str | None = None, dtype=jnp.bfloat16
-) -> LoadPlan:
-    """Plan a load from the headers, without input scales being required, to inspect a model.
+) -> UnreadModel:
+    """Find a model in the headers, without input scales being required, to inspect it.
 
     Args:
       path: as for `load_model`.
@@ -401,17 +403,17 @@ def abstract_model(
     """
     settings = _settings(scheme, dtype, None)
     with open_checkpoint(path) as checkpoint:
-        return plan_model(checkpoint, settings, _options(settings, input_scales="optional"))
+        return find_model(checkpoint, settings, _options(settings, input_scales="optional"))
 
 
-def plan_unquantized(checkpoint: Checkpoint) -> LoadPlan:
-    """Plan the load of an unquantized checkpoint in float32.
+def find_unquantized(checkpoint: Checkpoint) -> UnreadModel:
+    """Find an unquantized model in the headers, to be read in float32.
 
     Raises:
       CheckpointError: as for `load_model`. All headers are checked.
     """
     settings = _settings(None, jnp.float32, None)
-    return plan_model(checkpoint, settings, _options(settings, input_scales="ignored"))
+    return find_model(checkpoint, settings, _options(settings, input_scales="ignored"))
 
 
 def read_model_config(checkpoint: Checkpoint) -> Any:

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.checkpoint.progress import log_layers
-from jax_nvfp4_moe.models.loading import LoadPlan
+from jax_nvfp4_moe.models.loading import UnreadModel
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedExperts, RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
@@ -210,7 +210,7 @@ class Calibration:
 
 
 def calibrate(
-    plan: LoadPlan,
+    unread: UnreadModel,
     windows: np.ndarray,
     *,
     squares: bool = False,
@@ -219,7 +219,7 @@ def calibrate(
     """Run windows of tokens through a model, layer by layer, and record what enters its products.
 
     Args:
-      plan: the load plan of an unquantized checkpoint; see `models.loading.plan_unquantized`.
+      unread: an unquantized model; see `models.loading.find_unquantized`.
       windows: int ``[w, t]``, token ids. Each window is a sequence of its own.
       squares: whether to sum the squares of each channel.
       progress: whether to draw a progress bar on standard error. None draws it on a terminal, and
@@ -229,15 +229,16 @@ def calibrate(
       CheckpointError: as for `load_model`.
     """
     note, found = log_layers(progress, "calibrating"), Calibration({}, {})
-    with plan.open_reader(progress, "calibrating") as reader:
-        table = plan.read("embedding", reader).get_value()
+    with unread.open_reader(progress, "calibrating") as reader:
+        table = unread.read("embedding", reader).get_value()
         hidden = [
-            [plan.model.open_stream(table, piece) for piece in batch] for batch in _divide(windows)
+            [unread.model.open_stream(table, piece) for piece in batch]
+            for batch in _divide(windows)
         ]
         del table
-        for index in range(len(plan.model.layers)):
+        for index in range(len(unread.model.layers)):
             path = f"layers.{index}"
-            layer = plan.materialize(reader, path)
+            layer = unread.materialize(reader, path)
             linears, experts = None, None
             for pieces in hidden:
                 entries, start = _make_entries(layer, windows.shape[1], pieces), 0
@@ -251,7 +252,7 @@ def calibrate(
                     experts = _merge(experts, own_experts)
                     start += t
             del layer  # free its memory before the next layer is read
-            _keep(found, plan, path, linears or {}, experts or {}, note)
+            _keep(found, unread, path, linears or {}, experts or {}, note)
     return found
 
 
@@ -278,9 +279,9 @@ def _merge(total, seen):
     return seen if total is None else {path: _add(total[path], seen[path]) for path in seen}
 
 
-def _keep(found: Calibration, plan: LoadPlan, layer: str, linears, experts, note) -> None:
+def _keep(found: Calibration, unread: UnreadModel, layer: str, linears, experts, note) -> None:
     """Add the statistics of one layer to `found`, by the names of its modules in the file."""
-    for part in plan.parts:
+    for part in unread.parts:
         path = part.path.removeprefix(f"{layer}.")
         if path == part.path:
             continue

@@ -20,7 +20,7 @@ from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
 from jax_nvfp4_moe.checkpoint.table import Source
 from jax_nvfp4_moe.checkpoint.weights.requests import ExpertSizes
 from jax_nvfp4_moe.checkpoint.writing.files import staged_folder
-from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
+from jax_nvfp4_moe.models.loading import UnreadModel, find_unquantized
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.quantization.pipeline import check_destination, copy_beside, writer_version
 from jax_nvfp4_moe.quantization.selection import find_excluded
@@ -111,7 +111,7 @@ def cast_model(
     with open_checkpoint(source) as checkpoint, staged_folder(destination, last=CONFIG) as stage:
         if checkpoint.quant.format not in (MXFP4, FP8_BLOCKS):
             raise _without_mxfp4(checkpoint)
-        load = plan_unquantized(checkpoint)
+        load = find_unquantized(checkpoint)
         with load.open_reader(progress=False) as reader:
             writer = _Writer(checkpoint, load, reader)
             tensors = writer.tensors()
@@ -162,7 +162,7 @@ class _Writer:
       advance: is told the bytes of each tensor made.
     """
 
-    def __init__(self, checkpoint: Checkpoint, load: LoadPlan, reader: Any):
+    def __init__(self, checkpoint: Checkpoint, load: UnreadModel, reader: Any):
         self.modules: list[str] = []
         self.consumed: set[str] = set()
         self.note: Callable[[str], None] = lambda name: None

@@ -35,9 +35,9 @@ from jax_nvfp4_moe.checkpoint.writing.files import copy_file, is_free, staged_fo
 from jax_nvfp4_moe.inference.evaluation import split_windows
 from jax_nvfp4_moe.inference.not_finite import NotFiniteError
 from jax_nvfp4_moe.models.loading import (
-    LoadPlan,
+    UnreadModel,
     find_dtype,
-    plan_unquantized,
+    find_unquantized,
     read_model_config,
 )
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, SCALE_RANGE
@@ -181,7 +181,7 @@ def quantize_model(
                 "expected one in float32, float16 or bfloat16",
                 str(source),
             )
-        load = plan_unquantized(checkpoint)
+        load = find_unquantized(checkpoint)
         selection = select_matrices(checkpoint, load.table.requests, modules, exclude)
         weighs = find_algorithm(algorithm).needs_importance
         windows, seen = np.zeros((0, 0), np.int32), None
@@ -361,7 +361,7 @@ class _Writer:
         return largest / np.float32(SCALE_RANGE) if largest > 0 else np.float32(1)
 
 
-def _router_corrections(load: LoadPlan) -> frozenset[str]:
+def _router_corrections(load: UnreadModel) -> frozenset[str]:
     """Return the names of the tensors that correct the scores of routers.
 
     They decide which experts are chosen. Tools keep them in float32, because their rounding would

@@ -30,7 +30,7 @@ from jax_nvfp4_moe.checkpoint.values import LinearWeights
 from jax_nvfp4_moe.cli.inspection import inspect, mebibytes
 from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.models.decoder import _score
-from jax_nvfp4_moe.models.loading import plan_model
+from jax_nvfp4_moe.models.loading import find_model
 from jax_nvfp4_moe.nn.attention.indexer import Indexer
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
@@ -297,7 +297,7 @@ def test_a_mixed_file_gives_the_logits_of_its_values(tmp_path):
 def test_a_decoding_step_reads_blocks_in_one_chain(tmp_path):
     """The attention takes the kernel for FP8 weights and few rows, two calls a layer."""
     with open_checkpoint(mixed(tmp_path, dense=False)) as checkpoint:
-        model = plan_model(checkpoint, Settings(Target("cuda", (9, 0)))).model
+        model = find_model(checkpoint, Settings(Target("cuda", (9, 0)))).model
     cache = jax.eval_shape(lambda: model.init_cache(2, 64))
     ids = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     text = str(jax.make_jaxpr(ops.chain_calls(generation._read))(model, ids, cache))

@@ -24,7 +24,7 @@ from jax_nvfp4_moe.checkpoint import (
 from jax_nvfp4_moe.checkpoint.reading import reader as reading
 from jax_nvfp4_moe.checkpoint.reading.lazy_array import LazyArray, overlap, whole
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
-from jax_nvfp4_moe.models.loading import plan_model
+from jax_nvfp4_moe.models.loading import find_model
 from jax_nvfp4_moe.nn.settings import Settings
 
 # Each case holds a folder, the path of its experts, (experts, hidden, intermediate) and options.
@@ -213,10 +213,10 @@ HELD = (
 def test_a_value_is_the_same_before_it_is_read(name):
     """All shapes, dtypes and static fields are known from the headers."""
     with open_checkpoint(CHECKPOINTS / name) as checkpoint:
-        plan = plan_model(checkpoint, Settings(Target("cpu"), scheme="checkpoint"))
-        sources = [source for part in plan.parts for source in part.sources.values()]
+        unread = find_model(checkpoint, Settings(Target("cpu"), scheme="checkpoint"))
+        sources = [source for part in unread.parts for source in part.sources.values()]
         assert sources
-        with plan.open_reader(progress=False) as reader:
+        with unread.open_reader(progress=False) as reader:
             for source in sources:
                 read = read_source(source, reader)
                 assert jax.tree.structure(source.value) == jax.tree.structure(read)

@@ -5,7 +5,7 @@ import pytest
 from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
-from jax_nvfp4_moe.models.loading import plan_model
+from jax_nvfp4_moe.models.loading import find_model
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.scheme import Target
 
@@ -26,7 +26,7 @@ BF16, F32 = "qwen3moe-modelopt-w4a16", "ernie4_5_moe-modelopt-w4a16"  # dtypes o
 def test_a_router_loses_no_bits(folder, target, dtype, expected):
     """A GPU multiplies bfloat16 weights exactly, and reads half the bytes."""
     with open_checkpoint(CHECKPOINTS / folder) as checkpoint:
-        model = plan_model(checkpoint, Settings(target, dtype=dtype)).model
+        model = find_model(checkpoint, Settings(target, dtype=dtype)).model
     routers = [
         layer.mlp.token_router.weight for layer in model.layers if hasattr(layer.mlp, "experts")
     ]

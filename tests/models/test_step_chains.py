@@ -12,7 +12,7 @@ from support.files.given import CHECKPOINTS
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.checkpoint import open_checkpoint
 from jax_nvfp4_moe.inference import generation
-from jax_nvfp4_moe.models.loading import plan_model
+from jax_nvfp4_moe.models.loading import find_model
 from jax_nvfp4_moe.nn.settings import Settings
 
 # Models of which a whole step is one call. Their layers have grouped-query attention with gates or
@@ -45,15 +45,15 @@ SHARED_EXPERTS = {
 
 
 @functools.cache
-def plan(folder, scheme=None):
+def unread(folder, scheme=None):
     """Return the model of a folder for a GPU, without its weights."""
     with open_checkpoint(CHECKPOINTS / folder) as checkpoint:
-        return plan_model(checkpoint, Settings(Target("cuda", (9, 0)), scheme)).model
+        return find_model(checkpoint, Settings(Target("cuda", (9, 0)), scheme)).model
 
 
 def calls_of(folder, batch, read=generation._read, scheme=None):
     """Return the calls of kernels of `read`, as equations, for one token of each row."""
-    model = plan(folder, scheme)
+    model = unread(folder, scheme)
     cache = jax.eval_shape(lambda: model.init_cache(batch, 64))
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     return list(ffi_calls(jax.make_jaxpr(read)(model, ids, cache).jaxpr))
@@ -82,7 +82,7 @@ def count_branches(chain):
 @pytest.mark.parametrize("folder", ONE_CALL)
 def test_a_step_is_one_call(folder, batch):
     assert len(calls_of(folder, batch, ops.chain_calls(generation._read))) == 1
-    assert len(calls_of(folder, batch)) >= 9 * len(plan(folder).layers)
+    assert len(calls_of(folder, batch)) >= 9 * len(unread(folder).layers)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -92,7 +92,7 @@ def test_a_step_with_an_fp8_cache_calls_the_kernels_for_it(batch):
     chains = calls_of(folder, batch, ops.chain_calls(generation._read), scheme)
     targets = [targets_of(chain) for chain in chains]
     fp8 = [f"nvfp4_{name}_fp8_cuda" for name in ("prepare_heads", "attention")]
-    layers = len(plan(folder, scheme).layers)
+    layers = len(unread(folder, scheme).layers)
     assert sum(own[i : i + 2] == fp8 for own in targets for i in range(len(own))) == layers
     others = {"nvfp4_attention_cuda", "nvfp4_prepare_heads_cuda"}
     assert not others & {target for own in targets for target in own}

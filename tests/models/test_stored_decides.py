@@ -95,8 +95,8 @@ def test_a_stored_head_decides_in_a_multimodal_file(tmp_path, caplog, prefix, he
     config = {name: text.pop(name) for name in ("architectures", "quantization_config")}
     config |= {"text_config": text} | ({} if outer is None else {"tie_word_embeddings": outer})
     (folder / "config.json").write_text(json.dumps(config))
-    plan = abstract_model(folder)
-    assert plan.model.head is not None
+    unread = abstract_model(folder)
+    assert unread.model.head is not None
     tied = inner if outer is None else outer
     assert len(warnings(caplog)) == bool(tied)
 
@@ -131,7 +131,7 @@ FAMILIES = (
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_families_take_the_head_that_is_stored(tmp_path, caplog, name, tied):
-    """The plan of a load is made from the headers, with a head and without one."""
+    """A model is found in the headers, with a head and without one."""
     folder = copy_with_config(CHECKPOINTS / name, tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
     texts = [one for one in (config, config.get("text_config")) if one is not None]

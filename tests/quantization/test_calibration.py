@@ -15,7 +15,7 @@ from support.files.unquantized import SMALL, dequantized, tokens
 from support.models.architecture import LONG_TEXTS
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
-from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
+from jax_nvfp4_moe.models.loading import UnreadModel, find_unquantized
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedTokens
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
@@ -29,7 +29,7 @@ LAYER = "model.layers.0"
 
 def watch(folder, windows, **options):
     with open_checkpoint(folder) as checkpoint:
-        return calibrate(plan_unquantized(checkpoint), windows, **options)
+        return calibrate(find_unquantized(checkpoint), windows, **options)
 
 
 def file_names(folder):
@@ -208,7 +208,7 @@ def test_calibration_weights_inputs_as_the_model_does(name, on_input, monkeypatc
 
     monkeypatch.setattr(calibration, "observe_experts", note)
     with open_checkpoint(dequantized(name, tmp_path / "source")) as checkpoint:
-        model = plan_unquantized(checkpoint).model
+        model = find_unquantized(checkpoint).model
     ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     stream = jax.eval_shape(model.open_stream, model.embedding.get_value(), ids)
     run = functools.partial(calibration._run.__wrapped__, entries=None, squares=False)
@@ -269,7 +269,7 @@ def test_about_1024_tokens_run_together(shape, pieces):
 def test_the_memory_of_a_piece_does_not_grow_with_the_window():
     """Growth is less than a byte for each token of the piece and each further key."""
     with open_checkpoint(SMALL / "source") as checkpoint:
-        model = plan_unquantized(checkpoint).model
+        model = find_unquantized(checkpoint).model
     layer, short, long = model.layers[0], 8192, 32768
     ids = jax.ShapeDtypeStruct((1, calibration._TOKENS), jnp.int32)
     table = model.embedding.get_value()
@@ -289,7 +289,7 @@ def test_one_layer_is_alive_at_a_time(monkeypatch, tmp_path):
     name = "deepseek_v3-direct-modelopt-w4a16"
     folder = dequantized(name, tmp_path / "source")
     facts = json.loads((GIVEN / name / "calibration.json").read_text())
-    layers, alive, made = [], [], LoadPlan.materialize
+    layers, alive, made = [], [], UnreadModel.materialize
 
     def materialize(self, reader, path=None):
         gc.collect(0)
@@ -298,7 +298,7 @@ def test_one_layer_is_alive_at_a_time(monkeypatch, tmp_path):
         layers.append(weakref.ref(layer))
         return layer
 
-    monkeypatch.setattr(LoadPlan, "materialize", materialize)
+    monkeypatch.setattr(UnreadModel, "materialize", materialize)
     with collects_new_objects_alone():
         watch(folder, np.array(facts["windows"], np.int32))
     assert alive == [0, 0]

@@ -27,7 +27,7 @@ from support.models.architecture import EXACT, KERNELS, run
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe, quantize_model
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
-from jax_nvfp4_moe.models.loading import plan_unquantized
+from jax_nvfp4_moe.models.loading import find_unquantized
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
 from jax_nvfp4_moe.quantization.calibration import calibrate
@@ -550,7 +550,7 @@ def test_each_matrix_is_weighted_by_its_own_inputs(tmp_path):
     given = {"algorithm": algorithm, "token_ids": IDS, "window": WINDOW, "scheme": "w4a16"}
     quantize_model(SMALL / "source", tmp_path / "q", modules="experts", **given)
     with open_checkpoint(SMALL / "source") as checkpoint:
-        seen = calibrate(plan_unquantized(checkpoint), tokens(), squares=True)
+        seen = calibrate(find_unquantized(checkpoint), tokens(), squares=True)
     source, written = read_all(SMALL / "source"), read_all(tmp_path / "q")
 
     def scales(expert, part, importance):

@@ -5,7 +5,7 @@ import pytest
 from support.files.unquantized import dequantized
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
-from jax_nvfp4_moe.models.loading import plan_unquantized
+from jax_nvfp4_moe.models.loading import find_unquantized
 from jax_nvfp4_moe.quantization.selection import select_matrices
 
 PARTS = ("gate", "up", "down")
@@ -28,7 +28,7 @@ def alternating(stack):
 def test_stacked_experts_become_one_matrix_each(tmp_path, name, split):
     """The file stores the experts as ``[e, inputs, outputs]``, and biases as ``[e, outputs]``."""
     with open_checkpoint(dequantized(name, tmp_path / "source")) as checkpoint:
-        selection = select_matrices(checkpoint, plan_unquantized(checkpoint).table.requests)
+        selection = select_matrices(checkpoint, find_unquantized(checkpoint).table.requests)
         tensors = checkpoint.tensors
         found = {one.module: one.source.read(tensors) for one in selection.matrices}
         shapes = {one.module: one.source.shape(tensors) for one in selection.matrices}
