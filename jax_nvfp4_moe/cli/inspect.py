@@ -11,7 +11,7 @@ import typer
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import expand_home, find_folder
 from jax_nvfp4_moe.cli.escaping import escape_line
-from jax_nvfp4_moe.cli.inspection import bytes_report, describe, measure_bytes
+from jax_nvfp4_moe.cli.inspection import any_layer, bytes_report, describe, measure_bytes
 from jax_nvfp4_moe.cli.options import (
     BackendOption,
     DtypeOption,
@@ -23,7 +23,6 @@ from jax_nvfp4_moe.cli.options import (
 )
 from jax_nvfp4_moe.cli.output import progress_bar, say, show, table, to_json
 from jax_nvfp4_moe.cli.pictures import chart_size, draw_bytes
-from jax_nvfp4_moe.cli.refusal import report_refused
 from jax_nvfp4_moe.figures import check_plot, drawing
 from jax_nvfp4_moe.inference.tokenizer import TOKENIZER, load_tokenizer
 from jax_nvfp4_moe.models.loading import abstract_model
@@ -69,8 +68,7 @@ def inspect_command(
     """Show the layers of a checkpoint with format, size, scheme and backend.
 
     For each kind of device, the output says which scheme and backend a layer gets, and why. If the
-    checkpoint is refused, the output lists the modules that can be read, standard error says why
-    the checkpoint is refused, and the exit status is 2.
+    checkpoint is refused, standard error says why, and the exit status is 2.
 
     With --errors: measure how much each scheme changes the output of the routed experts in each
     layer. All schemes get the same inputs. The schemes are those of --scheme; by default w4a16, and
@@ -89,7 +87,7 @@ def inspect_command(
         try:
             load = abstract_model(path, scheme=only, dtype=dtype)
         except CheckpointError as error:
-            raise report_refused(path, error, as_json) from error
+            raise _each_kind_once(error) from error
         _show(path, load, as_json, plot)
         return
     ids, words = _sample(path, text, tokens)
@@ -149,3 +147,9 @@ def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
         said = read_text(text)
     ids = tokenizer.encode(said)[:tokens]
     return ids, [tokenizer.decode([token]) for token in ids]
+
+
+def _each_kind_once(error: CheckpointError) -> CheckpointError:
+    """Return an error with one sentence for problems that differ in numbers of layers alone."""
+    problems = dict.fromkeys(map(any_layer, error.problems))
+    return CheckpointError(list(problems), error.where)

@@ -9,7 +9,7 @@ import pytest
 from support.files.checkpoint_edits import GIVEN, W4A4, W4A16, edited, read_all, tool_weight
 
 from jax_nvfp4_moe import load_moe
-from jax_nvfp4_moe.checkpoint.survey import survey_checkpoint
+from jax_nvfp4_moe.models.loading import abstract_model
 
 ROUTER = "hunyuan_v1_moe-modelopt-router"
 GATE = "model.layers.0.mlp.gate"
@@ -29,8 +29,7 @@ def test_a_router_in_nvfp4_has_the_values_of_the_tool(scheme):
     weight = router(GIVEN / ROUTER, scheme=scheme)
     assert weight.dtype == jnp.float32
     np.testing.assert_array_equal(weight, expected)
-    modules = {module.name: module for module in survey_checkpoint(GIVEN / ROUTER).modules}
-    assert modules[module].format == "NVFP4 w4a16"
+    assert abstract_model(GIVEN / ROUTER).decisions[module].scheme == "w4a16"
 
 
 def test_a_router_in_fp8_has_its_values_times_its_scale(tmp_path):
