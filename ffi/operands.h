@@ -16,6 +16,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cstdint>
 #include <initializer_list>
@@ -235,13 +236,26 @@ class Call {
     }
   }
 
-  // The dimensions of a row: what stands between commas.
-  static std::vector<std::string_view> Split(std::string_view dims) {
-    std::vector<std::string_view> parts;
+  // The dimensions of a row, without memory of the heap: a call reads them several times.
+  struct Dims {
+    static constexpr size_t kMost = 8;
+    std::array<std::string_view, kMost> at = {};
+    size_t count = 0;
+
+    const std::string_view* begin() const { return at.data(); }
+    const std::string_view* end() const { return at.data() + count; }
+    size_t size() const { return count; }
+    std::string_view operator[](size_t i) const { return at[i]; }
+  };
+
+  // What stands between commas.
+  static Dims Split(std::string_view dims) {
+    Dims parts;
     dims = dims.substr(1, dims.find(']') - 1);
     while (!dims.empty()) {
       const size_t end = std::min(dims.find(", "), dims.size());
-      parts.push_back(dims.substr(0, end));
+      if (parts.count == Dims::kMost) std::abort();  // no table has so many
+      parts.at[parts.count++] = dims.substr(0, end);
       dims.remove_prefix(std::min(end + 2, dims.size()));
     }
     return parts;
@@ -274,9 +288,9 @@ class Call {
 
   ffi::Error BindLetters(const Row& row) {
     if (row.operand->dims.empty() || IsLeftOut(row)) return ffi::Error::Success();
-    const std::vector<std::string_view> parts = Split(row.operand->dims);
+    const Dims parts = Split(row.operand->dims);
     const ffi::Span<const int64_t> got = row.buffer.dimensions();
-    NVFP4_RETURN_IF_ERROR(ExpectRank(Name(row), got, parts.size()));
+    if (got.size() != parts.size()) return ExpectRank(Name(row), got, parts.size());
     for (size_t i = 0; i < parts.size() && Empty(row).empty(); ++i) {
       const bool alone = std::all_of(parts[i].begin(), parts[i].end(),
                                      [](unsigned char c) { return std::isalpha(c) || c == '_'; });
@@ -288,9 +302,11 @@ class Call {
   ffi::Error CheckDims(const Row& row) const {
     if (row.operand->dims.empty() || IsLeftOut(row)) return ffi::Error::Success();
     const ffi::Span<const int64_t> got = row.buffer.dimensions();
+    const Dims parts = Split(row.operand->dims);
+    const auto fits = [this](int64_t dim, std::string_view text) { return dim == Evaluate(text); };
+    if (std::equal(got.begin(), got.end(), parts.begin(), fits)) return ffi::Error::Success();
     std::vector<int64_t> expected;
-    for (const std::string_view dim : Split(row.operand->dims)) expected.push_back(Evaluate(dim));
-    if (std::equal(got.begin(), got.end(), expected.begin())) return ffi::Error::Success();
+    for (const std::string_view dim : parts) expected.push_back(Evaluate(dim));
     return Expected(Name(row), DimsText(expected), DimsText(got));
   }
 
