@@ -20,9 +20,9 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint import LinearWeights, Source
 from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.models.loading import find_architecture
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.filling import fill
-from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.filling import fill
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 

@@ -13,15 +13,15 @@ from jax.core import Tracer
 from jaxtyping import Array, DTypeLike, Int32
 
 from jax_nvfp4_moe.models.scores import TokenScores, score_targets
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.keys import KeyTable
+from jax_nvfp4_moe.nn.building.sharding import say_replicated
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
-from jax_nvfp4_moe.nn.keys import KeyTable
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.nn.packing import find_places, is_unpacked, pack, pack_like, unpack
-from jax_nvfp4_moe.nn.sharding import say_replicated
 from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.moves import read_rows
@@ -44,7 +44,7 @@ class Architecture:
         raises `CheckpointError` if values are wrong.
       build_model: takes the sizes and a `Builder`, and returns a `Decoder`.
       build_moe: takes the sizes, the index of a layer and a `Builder`, and returns an `NVFP4MoE`.
-      keys: the path of a part of the model -> its name in the file; see `nn.keys`.
+      keys: the path of a part of the model -> its name in the file; see `nn.building.keys`.
       moe: the path of a layer's expert block, with ``*`` in place of the layer's index.
     """
 

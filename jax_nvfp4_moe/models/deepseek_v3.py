@@ -20,9 +20,9 @@ from jax_nvfp4_moe.models.sparse import (
     read_sparse,
 )
 from jax_nvfp4_moe.nn.attention.latent_attention import MLAConfig, build_latent_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.keys import KeyTable, below
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.numerics.routing import Router
 
 # The names that the number of experts may have.

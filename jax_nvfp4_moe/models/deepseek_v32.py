@@ -27,8 +27,8 @@ from jax_nvfp4_moe.nn.attention.sparse_latent_attention import (
     FollowingLatentAttention,
     SparseLatentAttention,
 )
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.keys import KeyTable, below
 from jax_nvfp4_moe.nn.norm import Residual
 
 FULL, SHARED = "full", "shared"

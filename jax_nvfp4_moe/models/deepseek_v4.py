@@ -32,12 +32,12 @@ from jax_nvfp4_moe.nn.attention.compressed_attention import (
 )
 from jax_nvfp4_moe.nn.attention.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.attention.key_pool import PoolSizes
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.keys import KeyTable
 from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP, build_gated_mlp
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.hyper_connections import HyperConnection, StreamCollapse, StreamSizes
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
-from jax_nvfp4_moe.nn.keys import KeyTable
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.numerics.rope import Rope

@@ -22,7 +22,7 @@ from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_l
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys
 from jax_nvfp4_moe.models.sparse import SparseConfig, read_sparse, require_experts
 from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP, build_gated_mlp
 from jax_nvfp4_moe.nn.experts.moe import LatentProjections, NVFP4MoE
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm

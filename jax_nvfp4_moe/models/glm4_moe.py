@@ -20,7 +20,7 @@ from jax_nvfp4_moe.models.sparse import (
     read_sparse,
 )
 from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")

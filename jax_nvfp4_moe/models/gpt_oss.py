@@ -15,7 +15,7 @@ from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import require_experts
 from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig, build_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router

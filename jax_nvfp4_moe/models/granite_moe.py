@@ -21,10 +21,10 @@ from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
 from jax_nvfp4_moe.models.sparse import ACTIVATIONS, read_top_k, require_experts
 from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig, build_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.keys import below
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_joined_mlp
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.keys import below
 from jax_nvfp4_moe.nn.norm import Residual
 from jax_nvfp4_moe.nn.recurrent.mamba2 import Mamba2Config, build_mamba2
 from jax_nvfp4_moe.numerics.routing import Router

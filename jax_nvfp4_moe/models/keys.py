@@ -1,9 +1,9 @@
 """Key tables that architectures share.
 
-They map the parts of a model to the names of their tensors in a file; see `nn.keys`.
+They map the parts of a model to the names of their tensors in a file; see `nn.building.keys`.
 """
 
-from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.nn.building.keys import KeyTable, below
 
 # The names that the parts of most models have in the file.
 DECODER_KEYS: KeyTable = {

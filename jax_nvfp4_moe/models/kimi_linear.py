@@ -22,9 +22,9 @@ from jax_nvfp4_moe.models.sparse import (
     read_sparse,
 )
 from jax_nvfp4_moe.nn.attention.latent_attention import MLAConfig, build_latent_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.keys import KeyTable, below
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.recurrent.kimi_delta import KimiDeltaSizes, build_kimi_delta
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -21,9 +21,9 @@ from jax_nvfp4_moe.models.sparse import (
     read_top_k,
 )
 from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig, build_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.keys import below
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.keys import below
 from jax_nvfp4_moe.nn.recurrent.short_convolution import (
     ShortConvolutionSizes,
     build_short_convolution,

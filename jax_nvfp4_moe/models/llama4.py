@@ -19,7 +19,7 @@ from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, mo
 from jax_nvfp4_moe.models.sparse import require_experts
 from jax_nvfp4_moe.nn.attention.grouped_query import build_heads
 from jax_nvfp4_moe.nn.attention.kv_cache import KEY_AXES, build_keys_and_values, group_channels
-from jax_nvfp4_moe.nn.building import Builder, as_stored
+from jax_nvfp4_moe.nn.building.builder import Builder, as_stored
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.packing import pack_like, unpack

@@ -54,10 +54,10 @@ from jax_nvfp4_moe.models.config_keys import refuse_unread_keys, warn_of_generat
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
 from jax_nvfp4_moe.models.refused import why_refused_family
 from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
-from jax_nvfp4_moe.nn.building import Builder, Part, check_parts_cover
+from jax_nvfp4_moe.nn.building.builder import Builder, Part, check_parts_cover
+from jax_nvfp4_moe.nn.building.filling import fill, place
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.filling import fill, place
-from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.parallel import DISPATCHES
 from jax_nvfp4_moe.parallel.dispatch import check_platform
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, find_expert_mesh
@@ -275,7 +275,7 @@ class UnreadModel:
     Attributes:
       model: the model, with a `jax.ShapeDtypeStruct` in place of each array.
       path: the path of `model` in the whole model. It is empty for the whole model itself.
-      parts: the parts of the model, and what is read for each; see `nn.building`.
+      parts: the parts of the model, and what is read for each; see `nn.building.builder`.
       table: the table of the checkpoint's tensors.
       settings: the settings of the modules, such as dtype and mesh.
     """

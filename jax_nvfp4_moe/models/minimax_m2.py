@@ -16,7 +16,7 @@ from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse, read_top_k
 from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 

@@ -24,10 +24,10 @@ from jax_nvfp4_moe.models.sparse import (
 )
 from jax_nvfp4_moe.nn.attention.block_sparse import BlockSparseAttention, BlockSparseConfig
 from jax_nvfp4_moe.nn.attention.grouped_query import Attention, build_heads
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.keys import below
 from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP, build_gated_mlp, build_joined_mlp
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.keys import below
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.ops.block_attention import BlockChoice

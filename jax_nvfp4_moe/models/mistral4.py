@@ -21,7 +21,7 @@ from jax_nvfp4_moe.models.sparse import (
     read_sparse,
 )
 from jax_nvfp4_moe.nn.attention.latent_attention import MLAConfig
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 
 _EXPERTS = ("n_routed_experts", "num_local_experts")

@@ -23,12 +23,12 @@ from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
 from jax_nvfp4_moe.models.sparse import read_grouped_router
 from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig, build_heads
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.keys import KeyTable, below
+from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.experts.moe import LatentProjections, NVFP4MoE
-from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.nn.recurrent.mamba2 import Mamba2Config, build_mamba2
-from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec

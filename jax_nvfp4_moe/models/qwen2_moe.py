@@ -16,7 +16,7 @@ from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, mo
 from jax_nvfp4_moe.models.qwen3_next import build_moe
 from jax_nvfp4_moe.models.sparse import SparseConfig, read_sparse, read_sparse_step, read_top_k
 from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_experts", "num_local_experts")

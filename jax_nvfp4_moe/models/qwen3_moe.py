@@ -20,7 +20,7 @@ from jax_nvfp4_moe.models.sparse import (
     read_top_k,
 )
 from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 

@@ -15,7 +15,7 @@ from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, delta_keys, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import read_sparse_step, require_experts
 from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig, build_heads
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.recurrent.gated_delta_net import DeltaSizes, build_delta_net

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP, build_gated_mlp
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.activations import ActivationCall

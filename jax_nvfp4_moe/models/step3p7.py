@@ -33,7 +33,7 @@ from jax_nvfp4_moe.models.sparse import (
     require_experts,
 )
 from jax_nvfp4_moe.nn.attention.grouped_query import Attention, GQAConfig, build_heads
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP, build_gated_mlp
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.activations import find_activation

@@ -22,7 +22,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.numerics.norms import normalize_plainly
 from jax_nvfp4_moe.ops.dense import dense

@@ -32,11 +32,11 @@ from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.models.decoder import _score
 from jax_nvfp4_moe.models.loading import find_model
 from jax_nvfp4_moe.nn.attention.indexer import Indexer
+from jax_nvfp4_moe.nn.building.settings import Settings
+from jax_nvfp4_moe.nn.building.sharding import say_replicated
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.merged_linear import find_runs, join_weights
-from jax_nvfp4_moe.nn.settings import Settings
-from jax_nvfp4_moe.nn.sharding import say_replicated
 from jax_nvfp4_moe.numerics import fp8_blocks
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8

@@ -25,7 +25,7 @@ from jax_nvfp4_moe.checkpoint.reading import reader as reading
 from jax_nvfp4_moe.checkpoint.reading.lazy_array import LazyArray, overlap, whole
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.models.loading import find_model
-from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.building.settings import Settings
 
 # Each case holds a folder, the path of its experts, (experts, hidden, intermediate) and options.
 # "each" stores one tensor per expert. "stacked" stores all experts as [e, k, n]. "alternating" also

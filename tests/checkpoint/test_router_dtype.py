@@ -6,7 +6,7 @@ from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import find_model
-from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.scheme import Target
 
 CPU, GPU = Target("cpu"), Target("cuda", (9, 0))

@@ -447,7 +447,7 @@ def test_out_of_memory_names_the_tensor_and_its_size(run, monkeypatch):
     def full(value):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr("jax_nvfp4_moe.nn.filling.jax.device_put", full)
+    monkeypatch.setattr("jax_nvfp4_moe.nn.building.filling.jax.device_put", full)
     status, _, err = run("generate", EXAMPLE, "--dtype", "float32")
     assert status == 2
     assert re.search(r"out of memory on .+: 4\.0 MiB for model\.embed_tokens\.weight", err)

@@ -13,7 +13,7 @@ from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.checkpoint import open_checkpoint
 from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.models.loading import find_model
-from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.building.settings import Settings
 
 # Models of which a whole step is one call. Their layers have grouped-query attention with gates or
 # sinks or neither, gated delta nets, biases of routers and of linears, which are NVFP4 or bfloat16,

@@ -26,7 +26,7 @@ from support.files.resized import write_resized
 from support.models.mixer_cases import CASES
 
 from jax_nvfp4_moe import load_model
-from jax_nvfp4_moe.nn.sharding import say_replicated
+from jax_nvfp4_moe.nn.building.sharding import say_replicated
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 

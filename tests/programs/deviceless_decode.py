@@ -24,8 +24,8 @@ from jax_nvfp4_moe.checkpoint import LinearWeights, Source
 from jax_nvfp4_moe.checkpoint.writing.synthetic import SyntheticSizes
 from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.models import qwen3_moe
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
 

@@ -25,11 +25,11 @@ from support.extensions import cuda_calls
 
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.nn.attention.latent_attention import LatentAttention, MLAConfig
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.nn.recurrent.gated_delta_net import DeltaSizes, GatedDeltaNet
 from jax_nvfp4_moe.nn.recurrent.kimi_delta import KimiDelta, KimiDeltaSizes
 from jax_nvfp4_moe.nn.recurrent.mamba2 import Mamba2, Mamba2Config
-from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.rope import Rope
 
 ROOM = 4096  # tokens that a cache has room for

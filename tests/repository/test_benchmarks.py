@@ -37,8 +37,8 @@ from support.files.given import user_environment
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.cli.timing import time_program
 from jax_nvfp4_moe.models.loading import find_architecture
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.scheme import Target
 
 HERE = pathlib.Path(moe.__file__).parent

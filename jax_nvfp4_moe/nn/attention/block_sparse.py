@@ -9,7 +9,7 @@ from jax import lax
 
 from jax_nvfp4_moe.nn.attention.grouped_query import Attention, GQAConfig
 from jax_nvfp4_moe.nn.attention.kv_cache import KEY_AXES, empty_entries, group_channels
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
 from jax_nvfp4_moe.numerics.rope import rotate
 from jax_nvfp4_moe.ops.block_attention import BlockChoice, block_attention

@@ -24,9 +24,9 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.nn.attention.indexer import Indexer, IndexerSizes
 from jax_nvfp4_moe.nn.attention.key_pool import KeyPool, PoolSizes, Recent, Span
 from jax_nvfp4_moe.nn.attention.kv_cache import group_channels
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
-from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.norms import normalize_plainly
 from jax_nvfp4_moe.numerics.rope import Rope, rotate_last
 from jax_nvfp4_moe.ops.causal_attention.op import attention

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.nn.attention.kv_cache import KEY_AXES, build_keys_and_values, group_channels
-from jax_nvfp4_moe.nn.building import Builder, as_stored
+from jax_nvfp4_moe.nn.building.builder import Builder, as_stored
+from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
-from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.norms import mean_square, normalize
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.ops.causal_attention.op import attention

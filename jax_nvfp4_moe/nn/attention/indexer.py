@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.nn.attention.kv_cache import group_channels
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear

@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.nn.attention.kv_cache import empty_entries
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.packing import unpack
 from jax_nvfp4_moe.numerics.rope import Rope, rotate_last
 from jax_nvfp4_moe.ops.cache import append

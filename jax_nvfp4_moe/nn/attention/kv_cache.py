@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.values import CacheScales
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
 from jax_nvfp4_moe.ops.cache import append
 from jax_nvfp4_moe.ops.causal_attention.meaning import widen

@@ -16,13 +16,13 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.attention.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.attention.kv_cache import build_keys_and_values, empty_entries
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.intermediates import is_recorded, record
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.packing import is_unpacked, pack_like, unpack
-from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.cache import append
 from jax_nvfp4_moe.ops.causal_attention.op import attention

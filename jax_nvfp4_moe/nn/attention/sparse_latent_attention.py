@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from jax_nvfp4_moe.nn.attention.indexer import Indexer
 from jax_nvfp4_moe.nn.attention.kv_cache import empty_entries
 from jax_nvfp4_moe.nn.attention.latent_attention import LatentAttention, MLAConfig
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.ops.cache import append
 
 

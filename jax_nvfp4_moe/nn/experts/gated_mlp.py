@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.sharding import build_sharded
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.ops.gating import activate
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec

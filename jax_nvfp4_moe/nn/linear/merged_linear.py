@@ -11,9 +11,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.checkpoint.values import LinearWeights
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear.fp8_linear import find_activation_scaling
-from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, choose_scheme

@@ -20,10 +20,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
-from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.recurrent.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent.kimi_delta import mix_kimi_delta

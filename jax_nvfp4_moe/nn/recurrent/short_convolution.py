@@ -12,9 +12,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
-from jax_nvfp4_moe.nn.sharding import build_sharded
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.ops.positions import PADDING
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec

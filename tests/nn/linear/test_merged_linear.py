@@ -9,9 +9,9 @@ import pytest
 
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.checkpoint import LinearWeights
+from jax_nvfp4_moe.nn.building.settings import Settings
+from jax_nvfp4_moe.nn.linear.formats import make_linear
 from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear, find_runs, join_weights
-from jax_nvfp4_moe.nn.linear_formats import make_linear
-from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor, quantize
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme

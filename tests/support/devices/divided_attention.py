@@ -7,9 +7,9 @@ from flax import nnx
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.checkpoint import LoadOptions, WeightTable, open_checkpoint
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.filling import fill
-from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.filling import fill
+from jax_nvfp4_moe.nn.building.settings import Settings
 
 IDS = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
 

@@ -12,8 +12,8 @@ from jax_nvfp4_moe.checkpoint import LinearWeights, Source, open_checkpoint
 from jax_nvfp4_moe.checkpoint.export import write_checkpoint
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.models.loading import find_architecture
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 
 BLOCK = 16

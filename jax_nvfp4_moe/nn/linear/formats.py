@@ -3,11 +3,11 @@
 import dataclasses
 
 from jax_nvfp4_moe.checkpoint.values import LinearWeights
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.linear.scaled_linear import ScaledLinear
-from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.sharded_variable import mark

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.numerics.fp8 import GROUP
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK

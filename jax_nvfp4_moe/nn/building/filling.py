@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.table import Source
-from jax_nvfp4_moe.nn.building import Part, Values, values_of_shard
-from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.nn.building.builder import Part, Values, values_of_shard
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, replicate
 from jax_nvfp4_moe.parallel.experts import shard_experts

@@ -19,13 +19,13 @@ from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.table import Source
 from jax_nvfp4_moe.checkpoint.values import CacheScales
+from jax_nvfp4_moe.nn.building.keys import KeyTable, find_key
+from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.nn.experts.token_router import TokenRouter
-from jax_nvfp4_moe.nn.keys import KeyTable, find_key
+from jax_nvfp4_moe.nn.linear.formats import make_linear
 from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear, find_runs, join_weights
 from jax_nvfp4_moe.nn.linear.scaled_linear import ScaledLinear
-from jax_nvfp4_moe.nn.linear_formats import make_linear
 from jax_nvfp4_moe.nn.norm import RMSNorm
-from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.experts import check_experts
@@ -95,7 +95,7 @@ class Builder:
 
         Args:
           table: a `checkpoint.table.WeightTable`, or an object with the same methods.
-          keys: key table of the model; see `nn.keys`.
+          keys: key table of the model; see `nn.building.keys`.
           settings: how modules are made.
         """
         self.settings, self._table, self._keys = settings, table, keys

@@ -1,0 +1,1 @@
+"""Building of a model without its weights, and filling it from a checkpoint."""
