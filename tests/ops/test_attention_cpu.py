@@ -206,7 +206,7 @@ def test_an_exported_program_takes_any_length(isa):
         ({"k": (1, 2, 8, 24)}, r"k \[b, m, s, d\]: expected \[1, 2, 8, 16\], got \[1, 2, 8, 24\]"),
         ({"k": (1, 3, 8, 16), "v": (1, 3, 8, 16)}, r"n \(q\): expected a positive multiple of 3"),
         ({"k": (1, 0, 8, 16), "v": (1, 0, 8, 16)}, r"m \(k\): expected at least 1, got 0"),
-        ({"v": (1, 2, 9, 16)}, r"v \[b, m, s, dv\]: expected \[1, 2, 8, 16\]"),
+        ({"v": (1, 2, 9, 16)}, r"v \[b, m, s, width\]: expected \[1, 2, 8, 16\]"),
         ({"v": (1, 2, 8, 15)}, r"v's width: expected at least 16, got 15"),
         ({"positions": (1, 4)}, r"positions \[b, t\]: expected \[1, 3\], got \[1, 4\]"),
         ({"sinks": (5,)}, r"sinks \[n\]: expected \[4\], got \[5\]"),
