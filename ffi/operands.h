@@ -16,7 +16,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cctype>
 #include <cstdint>
 #include <initializer_list>
@@ -60,11 +59,50 @@ enum Role {
   kLetter = 4,      // no operand, but a letter: the sum of products that `dims` is
 };
 
+constexpr bool IsLetter(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+}
+
+// The dimensions in one pair of brackets: what stands between commas.
+struct Dims {
+  static constexpr size_t kMost = 8;
+  std::string_view at[kMost] = {};
+  bool alone[kMost] = {};  // whether a dimension is a letter or a word and nothing else
+  size_t count = 0;
+
+  constexpr Dims() = default;
+  constexpr explicit Dims(std::string_view text) {
+    if (text.empty()) return;
+    text = text.substr(1, text.find(']') - 1);
+    while (!text.empty()) {
+      const size_t comma = text.find(", ");
+      const size_t end = comma < text.size() ? comma : text.size();
+      at[count] = text.substr(0, end);
+      alone[count] = true;
+      for (const char c : at[count]) alone[count] = alone[count] && IsLetter(c);
+      ++count;
+      text.remove_prefix(end + 2 < text.size() ? end + 2 : text.size());
+    }
+  }
+};
+
 struct Operand {
   std::string_view name;
   TypeRule type;
   std::string_view dims;  // empty if the handler checks them itself
-  int role = kOperand;    // flags of Role
+  int role;               // flags of Role
+  Dims parts;             // of `dims`; read by the compiler, since calls are many
+  Dims empty;             // those behind "or", all of them 0; none if it may not be left out
+
+  constexpr Operand(std::string_view name, TypeRule type, std::string_view dims,
+                    int role = kOperand)
+      : name(name),
+        type(type),
+        dims(dims),
+        role(role),
+        parts((role & kLetter) != 0 ? Dims() : Dims(dims)),
+        empty(dims.find(" or [") < dims.size() ? Dims(dims.substr(dims.find(" or [") + 4))
+                                               : Dims()) {}
 };
 
 // A limit of a size or of an attribute.
@@ -112,6 +150,8 @@ class Call {
       return Expected("call", Counts(operands, results), Counts(args.size(), rets.size()));
     }
     operands = results = 0;
+    rows_.reserve(kSize);
+    sizes_.reserve(2 * kSize);
     for (const Operand& row : table) {
       if ((row.role & kLetter) != 0) {
         letters_.push_back(&row);
@@ -236,41 +276,10 @@ class Call {
     }
   }
 
-  // The dimensions of a row, without memory of the heap: a call reads them several times.
-  struct Dims {
-    static constexpr size_t kMost = 8;
-    std::array<std::string_view, kMost> at = {};
-    size_t count = 0;
-
-    const std::string_view* begin() const { return at.data(); }
-    const std::string_view* end() const { return at.data() + count; }
-    size_t size() const { return count; }
-    std::string_view operator[](size_t i) const { return at[i]; }
-  };
-
-  // What stands between commas.
-  static Dims Split(std::string_view dims) {
-    Dims parts;
-    dims = dims.substr(1, dims.find(']') - 1);
-    while (!dims.empty()) {
-      const size_t end = std::min(dims.find(", "), dims.size());
-      if (parts.count == Dims::kMost) std::abort();  // no table has so many
-      parts.at[parts.count++] = dims.substr(0, end);
-      dims.remove_prefix(std::min(end + 2, dims.size()));
-    }
-    return parts;
-  }
-
-  // What a row that may be left out has then: the dimensions behind "or", all of them 0.
-  static std::string_view Empty(const Row& row) {
-    const size_t at = row.operand->dims.find(" or [");
-    return at == std::string_view::npos ? "" : row.operand->dims.substr(at + 4);
-  }
-
   static bool IsLeftOut(const Row& row) {
-    const std::string_view empty = Empty(row);
+    const size_t empty = row.operand->empty.count;
     const ffi::Span<const int64_t> got = row.buffer.dimensions();
-    return !empty.empty() && got.size() == Split(empty).size() &&
+    return empty > 0 && got.size() == empty &&
            std::all_of(got.begin(), got.end(), [](int64_t dim) { return dim == 0; });
   }
 
@@ -288,33 +297,36 @@ class Call {
 
   ffi::Error BindLetters(const Row& row) {
     if (row.operand->dims.empty() || IsLeftOut(row)) return ffi::Error::Success();
-    const Dims parts = Split(row.operand->dims);
+    const Dims& parts = row.operand->parts;
     const ffi::Span<const int64_t> got = row.buffer.dimensions();
-    if (got.size() != parts.size()) return ExpectRank(Name(row), got, parts.size());
-    for (size_t i = 0; i < parts.size() && Empty(row).empty(); ++i) {
-      const bool alone = std::all_of(parts[i].begin(), parts[i].end(),
-                                     [](unsigned char c) { return std::isalpha(c) || c == '_'; });
-      if (alone && Find(parts[i]) == nullptr) sizes_.emplace_back(parts[i], got[i]);
+    if (got.size() != parts.count) return ExpectRank(Name(row), got, parts.count);
+    if (row.operand->empty.count > 0) return ffi::Error::Success();
+    for (size_t i = 0; i < parts.count; ++i) {
+      if (parts.alone[i] && Find(parts.at[i]) == nullptr) sizes_.emplace_back(parts.at[i], got[i]);
     }
     return ffi::Error::Success();
   }
 
   ffi::Error CheckDims(const Row& row) const {
     if (row.operand->dims.empty() || IsLeftOut(row)) return ffi::Error::Success();
+    const Dims& parts = row.operand->parts;
     const ffi::Span<const int64_t> got = row.buffer.dimensions();
-    const Dims parts = Split(row.operand->dims);
-    const auto fits = [this](int64_t dim, std::string_view text) { return dim == Evaluate(text); };
-    if (std::equal(got.begin(), got.end(), parts.begin(), fits)) return ffi::Error::Success();
+    bool fits = true;
+    for (size_t i = 0; i < parts.count; ++i) fits = fits && got[i] == Value(parts, i);
+    if (fits) return ffi::Error::Success();
     std::vector<int64_t> expected;
-    for (const std::string_view dim : parts) expected.push_back(Evaluate(dim));
+    for (size_t i = 0; i < parts.count; ++i) expected.push_back(Value(parts, i));
     return Expected(Name(row), DimsText(expected), DimsText(got));
+  }
+
+  int64_t Value(const Dims& parts, size_t i) const {
+    return parts.alone[i] ? size(parts.at[i]) : Evaluate(parts.at[i]);
   }
 
   // The value of a sum of products.
   int64_t Evaluate(std::string_view text) const {
     int64_t sum = 0, term = 1, sign = 1;
     for (size_t i = 0; i < text.size();) {
-      const auto is_word = [](unsigned char c) { return std::isalpha(c) || c == '_'; };
       const bool divides = text[i] == '/';
       if (divides) ++i;
       size_t end = i;
@@ -324,8 +336,8 @@ class Call {
         sum += sign * term;
         term = 1;
         sign = text[i++] == '+' ? 1 : -1;
-      } else if (is_word(text[i])) {
-        while (end < text.size() && is_word(text[end])) ++end;
+      } else if (IsLetter(text[i])) {
+        while (end < text.size() && IsLetter(text[end])) ++end;
         term *= size(text.substr(i, end - i));
         i = end;
       } else {
