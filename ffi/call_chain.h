@@ -4,8 +4,8 @@
 // kernels of the calls before it have ended. Inside one call, a kernel can start while the kernel
 // before it still runs (LaunchClusters in cuda/launch_kernel.cuh).
 //
-// backends/chains/emission.py writes the call. For call i of the chain it has three attributes, whose
-// names begin with the same number:
+// backends/chains/emission.py writes the call. For call i of the chain it has three attributes,
+// whose names begin with the same number:
 //
 // * `attributes`: the attributes of the call, a dictionary.
 // * `buffers`: int64 numbers. First come the number of operands, the number of results, and flags.

@@ -90,8 +90,8 @@ struct MoECall {
   int64_t output_bytes() const { return shape.t * shape.h * Bytes(type); }
 };
 
-// An expert layer on the plain kernels. ops/experts/cuda.py has the same formulas for all workspaces,
-// and a test compares them.
+// An expert layer on the plain kernels. ops/experts/cuda.py has the same formulas for all
+// workspaces, and a test compares them.
 int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
