@@ -129,8 +129,9 @@ HEAVY = (
     "huggingface_hub",
     "lm_eval",
 )
-# Prints which of the named packages the import loads, whether Python's garbage collector runs at
-# most twice, and whether it is on behind the import, and behind one for which it was off.
+# Prints which of the named packages the import loads, and whether Python's garbage collector runs
+# at most twice. Then it prints whether the collector is on behind the import, and behind one for
+# which it was off.
 IMPORT = """
 import gc, importlib, sys, jax, flax.nnx
 before, started = set(sys.modules), []

@@ -229,8 +229,8 @@ __device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const P
   }
 }
 
-// If blocks take tiles one by one, fills the list of tiles with entries without rows, so that one
-// load tells a block what it has taken and whether that exists. All threads of one block must call
+// If blocks take tiles one by one, fills the list of tiles with entries without rows. One load then
+// tells a block what it has taken and whether that exists. All threads of one block must call
 // this function.
 __device__ __forceinline__ void EndTileList(const SchedulePlan& plan, const PlanTables& tables,
                                             const ExpertRows& rows) {
