@@ -17,7 +17,7 @@
 
 namespace nvfp4 {
 
-// The recurrences. ops/recurrent/gated_delta.py and backends/mamba2.py have their equations.
+// The recurrences. ops/recurrent/gated_delta.py and ops/recurrent/mamba2.py have their equations.
 // kChannelDelta is the delta rule with a decay for each channel of a key, and kDelta that with one
 // decay for each value head.
 enum class Recurrence { kDelta, kChannelDelta, kMamba2 };
