@@ -25,7 +25,7 @@
 #include "call_chain.h"
 #include "checks.h"
 #include "cpu/ops.h"
-#include "heads_checks.h"
+#include "heads_operands.h"
 #include "operands.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"

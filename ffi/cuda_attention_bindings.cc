@@ -14,7 +14,7 @@
 #include "cuda/launch.h"
 #include "cuda_bindings.h"
 #include "cuda_checks.h"
-#include "heads_checks.h"
+#include "heads_operands.h"
 #include "operands.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
