@@ -103,8 +103,7 @@ ffi::Error Attention(cudaStream_t stream, const Call& operands, float scale, int
   constexpr AttentionLimits kLimits = {kHeadWidthFactor, kMaxHeadWidth, kMaxHeadWidth, "dv (v)"};
   AttentionCall call = {};
   NVFP4_RETURN_IF_ERROR(ReadAttention(operands, kLimits, scale, window, chunk, &call));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectWorkspace(operands["workspace"], AttentionWorkspaceBytes(call.shape)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, AttentionWorkspaceBytes(call.shape)));
   AttentionBuffers buffers = AttentionBuffersOf(operands);
   buffers.v = operands.in<void>("v");
   const std::optional<InputHeads> heads = running_chain.TakeWork<InputHeads>();
@@ -121,8 +120,7 @@ ffi::Error AttentionFp8(cudaStream_t stream, const Call& operands, float scale, 
                                        "dv (v)"};
   AttentionCall call = {};
   NVFP4_RETURN_IF_ERROR(ReadAttention(operands, kLimits, scale, window, chunk, &call));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectWorkspace(operands["workspace"], AttentionWorkspaceBytes(call.shape)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, AttentionWorkspaceBytes(call.shape)));
   AttentionBuffers buffers = AttentionBuffersOf(operands);
   buffers.v = operands.in<void>("v");
   buffers.k_scale = operands.in("k_scale");
@@ -137,23 +135,24 @@ ffi::Error LatentAttention(cudaStream_t stream, const Call& operands, float scal
   AttentionCall call = {};
   NVFP4_RETURN_IF_ERROR(ReadAttention(operands, limits, scale, window, chunk, &call));
   call.positions_are_unchanged = false;
-  NVFP4_RETURN_IF_ERROR(
-      ExpectWorkspace(operands["workspace"], LatentAttentionWorkspaceBytes(call.shape)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, LatentAttentionWorkspaceBytes(call.shape)));
   return FromCuda(LaunchLatentAttention(stream, call, AttentionBuffersOf(operands)),
                   "nvfp4_latent_attention_cuda");
 }
 
 constexpr Operand kQueryOperands[] = {
-    {"x", kHalf, "[rows, n, w]"},  // w is p + e
-    {"keys", Like("x"), "[n, p, k]"}, {"positions", kS32, "[rows]"},
-    {"frequencies", kF32, ""},      // [e/2] or [0]
-    {"y", Like("x"), "", kResult},  // [rows, n, k + e]
+    {"x", kHalf, "[rows, n, w]", kGivesSizes},
+    {"keys", Like("x"), "[n, p, k]", kGivesSizes},
+    {"positions", kS32, "[rows]"},
+    {"e", kAnyType, "w - p", kLetter},
+    {"frequencies", kF32, "[e/2] or [0]"},
+    {"y", Like("x"), "[rows, n, k + e]", kResult},
 };
 
 constexpr Operand kValueOperands[] = {
-    {"x", kHalf, "[rows, n, w]"},  // w is k
-    {"values", Like("x"), "[n, d, k]"},
-    {"y", Like("x"), "", kResult},  // [rows, n, d]
+    {"x", kHalf, "[rows, n, k]"},
+    {"values", Like("x"), "[n, d, k]", kGivesSizes},
+    {"y", Like("x"), "[rows, n, d]", kResult},
 };
 
 // Reads what both products of heads have. Each head has `k` channels in a sum, and `outputs` sums.
@@ -161,10 +160,6 @@ constexpr Operand kValueOperands[] = {
 ffi::Error ReadHeadProduct(const Call& operands, std::string_view name, int64_t k, int64_t outputs,
                            HeadProductCall* call) {
   const int64_t rows = operands.size("rows"), n = operands.size("n");
-  const int64_t e = operands.size("w") - k;
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("x [rows, n, k + e], e", e, 0));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("y [rows, n, outputs + e]", operands["y"].dimensions(), {rows, n, outputs + e}));
   NVFP4_RETURN_IF_ERROR(operands.Check(
       {AtMost("rows (x)", rows, kMaxHeadProductRows), AtMost("n (x)", n, kMaxExtent),
        MultipleOf(call->expands ? "k (values)" : "k (keys)", call->expands ? k : outputs,
@@ -175,7 +170,6 @@ ffi::Error ReadHeadProduct(const Call& operands, std::string_view name, int64_t 
   call->n = static_cast<int32_t>(n);
   call->k = static_cast<int32_t>(k);
   call->outputs = static_cast<int32_t>(outputs);
-  call->e = static_cast<int32_t>(e);
   call->type = operands.type("x");
   return ffi::Error::Success();
 }
@@ -183,13 +177,14 @@ ffi::Error ReadHeadProduct(const Call& operands, std::string_view name, int64_t 
 ffi::Error AbsorbQueries(cudaStream_t stream, const Call& operands, float rotation_scale,
                          bool interleaved) {
   HeadProductCall call = {};
+  const int64_t e = operands.size("e");
+  NVFP4_RETURN_IF_ERROR(
+      Expect({AtLeast("x [rows, n, p + e], e", e, 0), AtMost("e (q)", e, kMaxPreparedWidth)}));
+  if (e % 2 != 0) return Expected("e (q)", "an even number", std::to_string(e));
   NVFP4_RETURN_IF_ERROR(
       ReadHeadProduct(operands, "keys [n, p, k]", operands.size("p"), operands.size("k"), &call));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDimsOrEmpty("frequencies [e/2]", operands["frequencies"].dimensions(), {call.e / 2}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (q)", call.e, kMaxPreparedWidth));
-  if (call.e % 2 != 0) return Expected("e (q)", "an even number", std::to_string(call.e));
-  call.half = static_cast<int32_t>(operands["frequencies"].dimensions()[0]);
+  call.e = static_cast<int32_t>(e);
+  call.half = static_cast<int32_t>(operands["frequencies"].element_count());
   call.rotation_scale = rotation_scale;
   call.interleaved = interleaved;
   const HeadProductBuffers buffers = {operands.in<void>("x"), operands.in<void>("keys"),
@@ -203,8 +198,6 @@ ffi::Error ExpandValues(cudaStream_t stream, const Call& operands) {
   call.expands = true;
   NVFP4_RETURN_IF_ERROR(
       ReadHeadProduct(operands, "values [n, d, k]", operands.size("k"), operands.size("d"), &call));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("x [rows, n, k]", operands["x"].dimensions(), {call.rows, call.n, call.k}));
   const HeadProductBuffers buffers = {operands.in<void>("x"), operands.in<void>("values"), nullptr,
                                       nullptr, operands.out("y")};
   return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_expand_values_cuda");
@@ -213,10 +206,11 @@ ffi::Error ExpandValues(cudaStream_t stream, const Call& operands) {
 constexpr Operand kLatentsOperands[] = {
     {"down", kHalf, "[b, t, r + w]"},
     {"positions", kS32, "[b, t]"},
-    {"cache", Like("down"), "[b, 1, s, w]", kGivesSizes},  // w is k + e
+    {"cache", Like("down"), "[b, 1, s, w]", kGivesSizes},
     {"q_weight", Like("kv_weight"), "[r] or [0]"},
-    {"kv_weight", kActivation, "[k]"},
-    {"frequencies", kF32, "[half]"},  // e/2, or 0
+    {"kv_weight", kActivation, "[k]", kGivesSizes},
+    {"e", kAnyType, "w - k", kLetter},
+    {"frequencies", kF32, "[e/2] or [0]"},
     {"q", Like("down"), "[b, t, r]", kResult | kGivesSizes},
     {"new_cache", Like("down"), "[b, 1, s, w]", kResult},
 };
@@ -232,7 +226,7 @@ ffi::Error PrepareLatents(cudaStream_t stream, const Call& operands, float eps,
                     TypeText(operands["kv_weight"].element_type()));
   }
   const int64_t b = operands.size("b"), t = operands.size("t"), s = operands.size("s");
-  const int64_t r = operands.size("r"), k = operands.size("k"), e = operands.size("w") - k;
+  const int64_t r = operands.size("r"), k = operands.size("k"), e = operands.size("e");
   NVFP4_RETURN_IF_ERROR(operands.Check(
       {MultipleOf("r (q)", r, kPreparedWidthFactor),
        MultipleOf("k (kv_weight)", k, kPreparedWidthFactor),
@@ -241,16 +235,14 @@ ffi::Error PrepareLatents(cudaStream_t stream, const Call& operands, float eps,
        AtMost("b (cache)", b, kMaxExtent),
        AtMost("t (q)", t, kMaxRows / std::max(2 * b, int64_t{1})),
        AtMost("s (cache)", s, kMaxRows)}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDimsOrEmpty("frequencies [e/2]", operands["frequencies"].dimensions(), {e / 2}));
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_cache", operands["cache"], operands["new_cache"]));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "cache", "new_cache"));
   call.b = static_cast<int32_t>(b);
   call.t = static_cast<int32_t>(t);
   call.s = static_cast<int32_t>(s);
   call.r = static_cast<int32_t>(r);
   call.k = static_cast<int32_t>(k);
   call.e = static_cast<int32_t>(e);
-  call.half = operands.size32("half");
+  call.half = static_cast<int32_t>(operands["frequencies"].element_count());
   call.eps = eps;
   call.rotation_scale = rotation_scale;
   call.interleaved = interleaved;
@@ -287,8 +279,8 @@ ffi::Error ReadHeads(cudaStream_t stream, const Call& operands, float eps, float
            rotation_scale,
            rotates_first,
            gated};
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_keys", operands["keys"], operands["new_keys"]));
-  return PutInPlace(stream, "new_values", operands["values"], operands["new_values"]);
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "keys", "new_keys"));
+  return PutInPlace(stream, operands, "values", "new_values");
 }
 
 HeadsBuffers HeadsBuffersOf(const Call& operands) {
@@ -302,15 +294,6 @@ HeadsBuffers HeadsBuffersOf(const Call& operands) {
           operands.out("new_values")};
 }
 
-// Whether all operands but the qkv are unchanged since the previous kernel.
-bool AreUnchanged(const Call& operands) {
-  const std::initializer_list<std::string_view> names = {"positions", "keys",     "values",
-                                                         "q_weight",  "k_weight", "frequencies"};
-  return std::all_of(names.begin(), names.end(), [&](std::string_view name) {
-    return !operands.has(name) || running_chain.IsUnchanged(RangeOf(operands[name]));
-  });
-}
-
 ffi::Error PrepareHeads(cudaStream_t stream, const Call& operands, float eps, float rotation_scale,
                         bool rotates_first, bool gated) {
   HeadsCall call = {};
@@ -318,7 +301,9 @@ ffi::Error PrepareHeads(cudaStream_t stream, const Call& operands, float eps, fl
       ReadHeads(stream, operands, eps, rotation_scale, rotates_first, gated, &call));
   if (running_chain.fuses) {
     call.starts_next = running_chain.Follows();  // as in AddRmsNorm of cuda_mixer_bindings.cc
-    running_chain.work = InputHeads{call, HeadsBuffersOf(operands), AreUnchanged(operands)};
+    const bool is_unchanged = AreUnchanged(
+        operands, {"positions", "keys", "values", "q_weight", "k_weight", "frequencies"});
+    running_chain.work = InputHeads{call, HeadsBuffersOf(operands), is_unchanged};
     return ffi::Error::Success();
   }
   call.starts_next = running_chain.StartsNext();

@@ -2,7 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -24,8 +26,8 @@ inline ffi::Error FromCuda(cudaError_t status, std::string_view what) {
 }
 
 // The body of a handler: reads the operands of `table`, and runs `run` on them.
-template <size_t kSize, typename Run, typename... Values>
-ffi::Error Handle(const Operand (&table)[kSize], const Run& run, cudaStream_t stream,
+template <typename Run, typename... Values>
+ffi::Error Handle(const Table& table, const Run& run, cudaStream_t stream,
                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                   Values... values) {
   Call operands;
@@ -44,40 +46,25 @@ ffi::Error Handle(const Operand (&table)[kSize], const Run& run, cudaStream_t st
   XLA_FFI_DEFINE_HANDLER(                                                                          \
       name,                                                                                        \
       ([](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, auto... values) { \
-        return Handle(table, run, stream, args, rets, values...);                                  \
+        static constexpr Table kTable(table);                                                      \
+        return Handle(kTable, run, stream, args, rets, values...);                                 \
       }),                                                                                          \
       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets()    \
           attributes,                                                                              \
       {ffi::Traits::kCmdBufferCompatible})
 
-inline ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
-  NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"workspace", workspace}}, kAlignment));
-  return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
+inline ffi::Error ExpectWorkspace(const Call& operands, int64_t bytes) {
+  return Expect({AtLeast("workspace, bytes", operands.size("bytes"), bytes)});
 }
 
-template <typename T>
-const T* Data(ffi::AnyBuffer buffer) {
-  return static_cast<const T*>(buffer.untyped_data());
-}
-
-// Null if the operand was left out.
-template <typename T = float>
-const T* DataOrNull(ffi::AnyBuffer buffer) {
-  return buffer.element_count() == 0 ? nullptr : Data<T>(buffer);
-}
-
-// Puts `operand` where a kernel updates it in place. With input_output_aliases, XLA gives both the
+// Puts an operand where a kernel updates it in place. With input_output_aliases, XLA gives both the
 // same memory, and nothing is copied. Under jax.vmap, JAX runs the call in a loop without aliases.
-inline ffi::Error PutInPlace(cudaStream_t stream, std::string_view what, ffi::AnyBuffer operand,
-                             ffi::AnyBuffer result) {
-  NVFP4_RETURN_IF_ERROR(ExpectType(what, result.element_type(), operand.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, operand.size_bytes(), result.size_bytes()));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, result.size_bytes(), operand.size_bytes()));
-  if (operand.untyped_data() == result.untyped_data()) return ffi::Error::Success();
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{what, result}}, kAlignment));
-  return FromCuda(cudaMemcpyAsync(result.untyped_data(), operand.untyped_data(),
-                                  operand.size_bytes(), cudaMemcpyDeviceToDevice, stream),
+inline ffi::Error PutInPlace(cudaStream_t stream, const Call& operands, std::string_view operand,
+                             std::string_view result) {
+  const void* source = operands.in<void>(operand);
+  if (source == operands.out(result)) return ffi::Error::Success();
+  return FromCuda(cudaMemcpyAsync(operands.out(result), source, operands[operand].size_bytes(),
+                                  cudaMemcpyDeviceToDevice, stream),
                   "cudaMemcpyAsync");
 }
 
@@ -85,6 +72,13 @@ inline ffi::Error PutInPlace(cudaStream_t stream, std::string_view what, ffi::An
 inline ByteRange RangeOf(const ffi::AnyBuffer& buffer) {
   const auto* data = static_cast<const char*>(buffer.untyped_data());
   return {data, data + buffer.size_bytes()};
+}
+
+// Whether these operands, as far as they are given, are unchanged since the previous kernel.
+inline bool AreUnchanged(const Call& operands, std::initializer_list<std::string_view> names) {
+  return std::all_of(names.begin(), names.end(), [&](std::string_view name) {
+    return !operands.has(name) || running_chain.IsUnchanged(RangeOf(operands[name]));
+  });
 }
 
 // Checks a norm that the preceding call has left to the call that reads its result as x.

@@ -32,9 +32,9 @@ ffi::Error AddRmsNorm(cudaStream_t stream, const Call& operands, float eps) {
   NormCall call = {operands.size("rows"), operands.size("h"), operands.type("x"),
                    operands.type("weight"), eps};
   const ffi::AnyBuffer added = operands["added"];
-  const int64_t rows = added.dimensions()[0], columns = added.dimensions()[1];
   NVFP4_RETURN_IF_ERROR(operands.Check(
       {AtMost("rows (x)", call.rows, kMaxRows), AtMost("h (x)", call.h, kMaxExtent)}));
+  const int64_t rows = added.dimensions()[0], columns = added.dimensions()[1];
   NVFP4_RETURN_IF_ERROR(ExpectDims("sum [rows, h]", operands["sum"].dimensions(), {rows, columns}));
   const NormBuffers buffers = {operands.in<void>("x"), operands.in_or_null<void>("added"),
                                operands.in<void>("weight"), operands.out("sum"), operands.out("y")};

@@ -24,12 +24,9 @@ namespace {
 // previous kernel: the inputs, the state and the operands `others`. The inputs and the state must
 // be in place, so that no copy writes them first.
 bool StateIsUnchanged(const Call& operands, std::initializer_list<std::string_view> others) {
-  const auto is_unchanged = [&](std::string_view name) {
-    return !operands.has(name) || running_chain.IsUnchanged(RangeOf(operands[name]));
-  };
   return operands.in<void>("inputs") == operands.in<void>("new_inputs") &&
-         operands.in<void>("state") == operands.in<void>("new_state") && is_unchanged("inputs") &&
-         is_unchanged("state") && std::all_of(others.begin(), others.end(), is_unchanged);
+         operands.in<void>("state") == operands.in<void>("new_state") &&
+         AreUnchanged(operands, {"inputs", "state"}) && AreUnchanged(operands, others);
 }
 
 // Checks what all steps have. A row of `projected` has `numbers` numbers.
@@ -43,9 +40,8 @@ ffi::Error CheckStep(const Call& operands, int64_t numbers) {
 }
 
 ffi::Error PutStateInPlace(cudaStream_t stream, const Call& operands) {
-  NVFP4_RETURN_IF_ERROR(
-      PutInPlace(stream, "new_inputs", operands["inputs"], operands["new_inputs"]));
-  return PutInPlace(stream, "new_state", operands["state"], operands["new_state"]);
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "inputs", "new_inputs"));
+  return PutInPlace(stream, operands, "state", "new_state");
 }
 
 // Fills what both steps of a delta net have, from the sizes of the state.
@@ -192,7 +188,7 @@ ffi::Error DeltaRule(cudaStream_t stream, const Call& operands, bool normalize) 
                               normalize,
                               1.0f / std::sqrt(static_cast<float>(d)),
                               channel_decays};
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands["workspace"], DeltaRuleWorkspaceBytes(call)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, DeltaRuleWorkspaceBytes(call)));
   const DeltaRuleBuffers buffers = {operands.in("q"),
                                     operands.in("k"),
                                     operands.in("v"),
@@ -202,7 +198,7 @@ ffi::Error DeltaRule(cudaStream_t stream, const Call& operands, bool normalize) 
                                     operands.out<float>("new_state"),
                                     operands.out<float>("y"),
                                     operands.out("workspace")};
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", operands["state"], operands["new_state"]));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "state", "new_state"));
   return FromCuda(LaunchDeltaRule(stream, call, buffers), "nvfp4_delta_rule_cuda");
 }
 
@@ -262,8 +258,7 @@ ffi::Error CausalConvolution(cudaStream_t stream, const Call& operands,
       operands.Check({AtMost("first", first, n), MultipleOf("stride", stride, kConvolutionFactor),
                       AtLeast("stride", stride, width), AtMost("stride", stride, n),
                       AtMost("first + heads * stride", first + heads * stride, n)}));
-  NVFP4_RETURN_IF_ERROR(
-      PutInPlace(stream, "new_inputs", operands["inputs"], operands["new_inputs"]));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "inputs", "new_inputs"));
   return FromCuda(LaunchConvolution(stream, call, buffers), "nvfp4_causal_convolution_cuda");
 }
 
@@ -303,7 +298,7 @@ ffi::Error Mamba2Step(cudaStream_t stream, const Call& operands, std::string_vie
                                    {channels, operands.size("taps")}));
   NVFP4_RETURN_IF_ERROR(operands.Check());
   NVFP4_RETURN_IF_ERROR(CheckStep(operands, inner + channels + heads));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands["workspace"], 4 * operands.size("b") * inner));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, 4 * operands.size("b") * inner));
   const Mamba2StepCall call = {operands.size("b"),
                                static_cast<int32_t>(heads),
                                static_cast<int32_t>(groups),
@@ -361,7 +356,7 @@ ffi::Error Mamba2Scan(cudaStream_t stream, const Call& operands) {
                                static_cast<int32_t>(groups),
                                static_cast<int32_t>(p),
                                static_cast<int32_t>(n)};
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands["workspace"], Mamba2ScanWorkspaceBytes(call)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, Mamba2ScanWorkspaceBytes(call)));
   const Mamba2ScanBuffers buffers = {operands.in("x"),
                                      operands.in("dt"),
                                      operands.in("a"),
@@ -372,7 +367,7 @@ ffi::Error Mamba2Scan(cudaStream_t stream, const Call& operands) {
                                      operands.out<float>("new_state"),
                                      operands.out<float>("y"),
                                      operands.out("workspace")};
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", operands["state"], operands["new_state"]));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "state", "new_state"));
   return FromCuda(LaunchMamba2Scan(stream, call, buffers), "nvfp4_mamba2_scan_cuda");
 }
 
