@@ -88,17 +88,26 @@ ffi::Error Handle(const Table& table, const Run& run, ffi::ThreadPool pool,
   return ffi::Error::Internal("a handler does not check its operands");
 }
 
-// Defines the handler `name` of a target whose operands are those of `table`. `run` gets the
-// threads, the operands and the attributes.
-#define NVFP4_CPU_HANDLER(name, table, run)                                       \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                  \
-      name,                                                                       \
-      ([](ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, \
-          ffi::Dictionary attributes) {                                           \
-        static constexpr Table kTable(table);                                     \
-        return Handle(kTable, run, pool, args, rets, attributes);                 \
-      }),                                                                         \
-      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs())
+// The target `name`, whose operands are those of `table`. `run` gets the threads, the operands and
+// the attributes.
+#define NVFP4_CPU_TARGET(name, table, run)                                                   \
+  NamedHandler {                                                                             \
+    name, +[](XLA_FFI_CallFrame* frame) {                                                    \
+      static constexpr Table kTable(table);                                                  \
+      static auto* const handler =                                                           \
+          ffi::Ffi::Bind()                                                                   \
+              .Ctx<ffi::ThreadPool>()                                                        \
+              .RemainingArgs()                                                               \
+              .RemainingRets()                                                               \
+              .Attrs()                                                                       \
+              .To([](ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, \
+                     ffi::Dictionary attributes) {                                           \
+                return Handle(kTable, run, pool, args, rets, attributes);                    \
+              })                                                                             \
+              .release();                                                                    \
+      return handler->Call(frame);                                                           \
+    }                                                                                        \
+  }
 
 ffi::Error MoEW4A16Cpu(XlaThreadPool& threads, Call& operands, const ffi::Dictionary& attributes) {
   MoEAttributes own;
@@ -354,35 +363,30 @@ ffi::Error WriteTokensCpu(XlaThreadPool&, const Call& operands, const ffi::Dicti
   return ffi::Error::Success();
 }
 
-NVFP4_CPU_HANDLER(kMoEW4A16Cpu, kMoEOperands, MoEW4A16Cpu);
-NVFP4_CPU_HANDLER(kGroupedGemmW4A16Cpu, kGroupedGemmOperands, GroupedGemmW4A16Cpu);
-NVFP4_CPU_HANDLER(kQuantizeCpu, kQuantizeOperands, QuantizeCpu);
-NVFP4_CPU_HANDLER(kDenseCpu, kDenseOperands, DenseCpu);
 #if defined(__x86_64__)
-NVFP4_CPU_HANDLER(kAttentionAmx, kAttentionOperands, AttentionCpu<cpu::kAttentionAmx>);
-NVFP4_CPU_HANDLER(kAttentionAvx512, kAttentionOperands, AttentionCpu<cpu::kAttentionAvx512>);
 #endif  // defined(__x86_64__)
-NVFP4_CPU_HANDLER(kHeadsCpu, kHeadsOperands, HeadsCpu);
-NVFP4_CPU_HANDLER(kHeadsFp8Cpu, kHeadsFp8Operands, HeadsFp8Cpu);
-NVFP4_CPU_HANDLER(kReadRowsCpu, kReadRowsOperands, ReadRowsCpu);
-NVFP4_CPU_HANDLER(kWriteTokensCpu, kWriteTokensOperands, WriteTokensCpu);
 
 const std::vector<NamedHandler>& Handlers() {
   static const std::vector<NamedHandler> handlers = [] {
     std::vector<NamedHandler> found = {
-        {"nvfp4_moe_w4a16_cpu", kMoEW4A16Cpu},
-        {"nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmW4A16Cpu},
-        {"nvfp4_quantize_cpu", kQuantizeCpu},
-        {"nvfp4_dense_cpu", kDenseCpu},
-        {"nvfp4_prepare_heads_cpu", kHeadsCpu},
-        {"nvfp4_prepare_heads_fp8_cpu", kHeadsFp8Cpu},
-        {"nvfp4_read_rows_cpu", kReadRowsCpu},
-        {"nvfp4_write_tokens_cpu", kWriteTokensCpu},
+        NVFP4_CPU_TARGET("nvfp4_moe_w4a16_cpu", kMoEOperands, MoEW4A16Cpu),
+        NVFP4_CPU_TARGET("nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmOperands, GroupedGemmW4A16Cpu),
+        NVFP4_CPU_TARGET("nvfp4_quantize_cpu", kQuantizeOperands, QuantizeCpu),
+        NVFP4_CPU_TARGET("nvfp4_dense_cpu", kDenseOperands, DenseCpu),
+        NVFP4_CPU_TARGET("nvfp4_prepare_heads_cpu", kHeadsOperands, HeadsCpu),
+        NVFP4_CPU_TARGET("nvfp4_prepare_heads_fp8_cpu", kHeadsFp8Operands, HeadsFp8Cpu),
+        NVFP4_CPU_TARGET("nvfp4_read_rows_cpu", kReadRowsOperands, ReadRowsCpu),
+        NVFP4_CPU_TARGET("nvfp4_write_tokens_cpu", kWriteTokensOperands, WriteTokensCpu),
     };
 #if defined(__x86_64__)
-    if (cpu::kAttentionAmx.supported()) found.push_back({"nvfp4_attention_amx", kAttentionAmx});
-    if (cpu::kAttentionAvx512.supported())
-      found.push_back({"nvfp4_attention_avx512", kAttentionAvx512});
+    if (cpu::kAttentionAmx.supported()) {
+      found.push_back(NVFP4_CPU_TARGET("nvfp4_attention_amx", kAttentionOperands,
+                                       AttentionCpu<cpu::kAttentionAmx>));
+    }
+    if (cpu::kAttentionAvx512.supported()) {
+      found.push_back(NVFP4_CPU_TARGET("nvfp4_attention_avx512", kAttentionOperands,
+                                       AttentionCpu<cpu::kAttentionAvx512>));
+    }
 #endif
     return found;
   }();

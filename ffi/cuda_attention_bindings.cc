@@ -330,30 +330,26 @@ ffi::Error PrepareHeadsFp8(cudaStream_t stream, const Call& operands, float eps,
 #define NVFP4_HEADS_ATTRIBUTES \
   .Attr<float>("eps").Attr<float>("rotation_scale").Attr<bool>("rotates_first").Attr<bool>("gated")
 
-NVFP4_CUDA_HANDLER(kAttention, kAttentionOperands, Attention, NVFP4_ATTENTION_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kAttentionFp8, kAttentionFp8Operands, AttentionFp8, NVFP4_ATTENTION_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kLatentAttention, kLatentOperands, LatentAttention, NVFP4_ATTENTION_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kPrepareHeads, kHeadsOperands, PrepareHeads, NVFP4_HEADS_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kPrepareHeadsFp8, kHeadsFp8Operands, PrepareHeadsFp8,
-                   NVFP4_HEADS_ATTRIBUTES.Attr<bool>("multiply_by_reciprocal"));
-NVFP4_CUDA_HANDLER(kPrepareLatents, kLatentsOperands, PrepareLatents,
-                   .Attr<float>("eps").Attr<float>("rotation_scale").Attr<bool>("interleaved"));
-NVFP4_CUDA_HANDLER(kAbsorbQueries, kQueryOperands, AbsorbQueries,
-                   .Attr<float>("rotation_scale").Attr<bool>("interleaved"));
-NVFP4_CUDA_HANDLER(kExpandValues, kValueOperands, ExpandValues, );
-
 }  // namespace
 
 std::vector<NamedHandler> AttentionHandlers() {
   return {
-      {"nvfp4_attention_cuda", kAttention},
-      {"nvfp4_attention_fp8_cuda", kAttentionFp8},
-      {"nvfp4_latent_attention_cuda", kLatentAttention},
-      {"nvfp4_prepare_heads_cuda", kPrepareHeads},
-      {"nvfp4_prepare_heads_fp8_cuda", kPrepareHeadsFp8},
-      {"nvfp4_prepare_latents_cuda", kPrepareLatents},
-      {"nvfp4_absorb_queries_cuda", kAbsorbQueries},
-      {"nvfp4_expand_values_cuda", kExpandValues},
+      NVFP4_CUDA_TARGET("nvfp4_attention_cuda", kAttentionOperands, Attention,
+                        NVFP4_ATTENTION_ATTRIBUTES),
+      NVFP4_CUDA_TARGET("nvfp4_attention_fp8_cuda", kAttentionFp8Operands, AttentionFp8,
+                        NVFP4_ATTENTION_ATTRIBUTES),
+      NVFP4_CUDA_TARGET("nvfp4_latent_attention_cuda", kLatentOperands, LatentAttention,
+                        NVFP4_ATTENTION_ATTRIBUTES),
+      NVFP4_CUDA_TARGET("nvfp4_prepare_heads_cuda", kHeadsOperands, PrepareHeads,
+                        NVFP4_HEADS_ATTRIBUTES),
+      NVFP4_CUDA_TARGET("nvfp4_prepare_heads_fp8_cuda", kHeadsFp8Operands, PrepareHeadsFp8,
+                        NVFP4_HEADS_ATTRIBUTES.Attr<bool>("multiply_by_reciprocal")),
+      NVFP4_CUDA_TARGET(
+          "nvfp4_prepare_latents_cuda", kLatentsOperands, PrepareLatents,
+          .Attr<float>("eps").Attr<float>("rotation_scale").Attr<bool>("interleaved")),
+      NVFP4_CUDA_TARGET("nvfp4_absorb_queries_cuda", kQueryOperands, AbsorbQueries,
+                        .Attr<float>("rotation_scale").Attr<bool>("interleaved")),
+      NVFP4_CUDA_TARGET("nvfp4_expand_values_cuda", kValueOperands, ExpandValues, ),
   };
 }
 

@@ -246,44 +246,39 @@ ffi::Error Route(cudaStream_t stream, const Call& operands, std::string_view sco
       .Attr<int64_t>("intermediate")
 #define NVFP4_GROUPED_GEMM_ATTRIBUTES .Attr<std::string_view>("activation_scale")
 
-NVFP4_CUDA_HANDLER(kMoESm80, kMoEOperands, MoE<EngineKind::kSm80>, NVFP4_MOE_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kMoESm90, kMoEOperands, MoE<EngineKind::kSm90>, NVFP4_MOE_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kMoESm100, kMoEOperands, MoE<EngineKind::kSm100>, NVFP4_MOE_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kMoESm120, kMoEOperands, MoE<EngineKind::kSm120>, NVFP4_MOE_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kGroupedGemmSm80, kGroupedGemmOperands, GroupedGemm<EngineKind::kSm80>,
-                   NVFP4_GROUPED_GEMM_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kGroupedGemmSm90, kGroupedGemmOperands, GroupedGemm<EngineKind::kSm90>,
-                   NVFP4_GROUPED_GEMM_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kGroupedGemmSm100, kGroupedGemmOperands, GroupedGemm<EngineKind::kSm100>,
-                   NVFP4_GROUPED_GEMM_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kGroupedGemmSm120, kGroupedGemmOperands, GroupedGemm<EngineKind::kSm120>,
-                   NVFP4_GROUPED_GEMM_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kQuantize, kQuantizeOperands, Quantize, .Attr<std::string_view>("scale_layout"));
-NVFP4_CUDA_HANDLER(kRoute, kRouteOperands, Route,
-                   .Attr<std::string_view>("score")
-                       .Attr<bool>("select_logits")
-                       .Attr<bool>("renormalize")
-                       .Attr<int32_t>("num_groups")
-                       .Attr<int32_t>("groups_kept")
-                       .Attr<float>("scaling"));
-
 }  // namespace
 
 const std::vector<NamedHandler>& CudaHandlers() {
   static const std::vector<NamedHandler> handlers = [] {
     std::vector<NamedHandler> all = {
-        {"nvfp4_moe_w4a16_sm80", kMoESm80},
-        {"nvfp4_moe_w4a16_sm90", kMoESm90},
-        {"nvfp4_grouped_gemm_w4a16_sm80", kGroupedGemmSm80},
-        {"nvfp4_grouped_gemm_w4a16_sm90", kGroupedGemmSm90},
-        {"nvfp4_moe_w4a4_sm120", kMoESm120},
-        {"nvfp4_grouped_gemm_w4a4_sm120", kGroupedGemmSm120},
-        {"nvfp4_quantize_cuda", kQuantize},
-        {"nvfp4_route_cuda", kRoute},
+        NVFP4_CUDA_TARGET("nvfp4_moe_w4a16_sm80", kMoEOperands, MoE<EngineKind::kSm80>,
+                          NVFP4_MOE_ATTRIBUTES),
+        NVFP4_CUDA_TARGET("nvfp4_moe_w4a16_sm90", kMoEOperands, MoE<EngineKind::kSm90>,
+                          NVFP4_MOE_ATTRIBUTES),
+        NVFP4_CUDA_TARGET("nvfp4_grouped_gemm_w4a16_sm80", kGroupedGemmOperands,
+                          GroupedGemm<EngineKind::kSm80>, NVFP4_GROUPED_GEMM_ATTRIBUTES),
+        NVFP4_CUDA_TARGET("nvfp4_grouped_gemm_w4a16_sm90", kGroupedGemmOperands,
+                          GroupedGemm<EngineKind::kSm90>, NVFP4_GROUPED_GEMM_ATTRIBUTES),
+        NVFP4_CUDA_TARGET("nvfp4_moe_w4a4_sm120", kMoEOperands, MoE<EngineKind::kSm120>,
+                          NVFP4_MOE_ATTRIBUTES),
+        NVFP4_CUDA_TARGET("nvfp4_grouped_gemm_w4a4_sm120", kGroupedGemmOperands,
+                          GroupedGemm<EngineKind::kSm120>, NVFP4_GROUPED_GEMM_ATTRIBUTES),
+        NVFP4_CUDA_TARGET("nvfp4_quantize_cuda", kQuantizeOperands, Quantize,
+                          .Attr<std::string_view>("scale_layout")),
+        NVFP4_CUDA_TARGET("nvfp4_route_cuda", kRouteOperands, Route,
+                          .Attr<std::string_view>("score")
+                              .Attr<bool>("select_logits")
+                              .Attr<bool>("renormalize")
+                              .Attr<int32_t>("num_groups")
+                              .Attr<int32_t>("groups_kept")
+                              .Attr<float>("scaling")),
     };
     if (kHasSm100) {
-      all.push_back({"nvfp4_moe_w4a4_sm100", kMoESm100});
-      all.push_back({"nvfp4_grouped_gemm_w4a4_sm100", kGroupedGemmSm100});
+      all.push_back(NVFP4_CUDA_TARGET("nvfp4_moe_w4a4_sm100", kMoEOperands, MoE<EngineKind::kSm100>,
+                                      NVFP4_MOE_ATTRIBUTES));
+      all.push_back(NVFP4_CUDA_TARGET("nvfp4_grouped_gemm_w4a4_sm100", kGroupedGemmOperands,
+                                      GroupedGemm<EngineKind::kSm100>,
+                                      NVFP4_GROUPED_GEMM_ATTRIBUTES));
     }
     for (const auto& others : {AttentionHandlers(), MixerHandlers(), RecurrentHandlers()}) {
       all.insert(all.end(), others.begin(), others.end());

@@ -37,21 +37,30 @@ ffi::Error Handle(const Table& table, const Run& run, cudaStream_t stream,
   return ffi::Error::Internal("a handler does not check its operands");
 }
 
-// Defines the handler `name` of a target whose operands are those of `table`. `run` gets the
-// stream, the operands, and the attributes, which `attributes` binds, as in `.Attr<float>("eps")`.
+// The target `name`, whose operands are those of `table`. `run` gets the stream, the operands, and
+// the attributes, which `attributes` binds, as in `.Attr<float>("eps")`.
 //
 // kCmdBufferCompatible: handlers only launch kernels, fills and copies, so that a CUDA graph can
 // capture them.
-#define NVFP4_CUDA_HANDLER(name, table, run, attributes)                                           \
-  XLA_FFI_DEFINE_HANDLER(                                                                          \
-      name,                                                                                        \
-      ([](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, auto... values) { \
-        static constexpr Table kTable(table);                                                      \
-        return Handle(kTable, run, stream, args, rets, values...);                                 \
-      }),                                                                                          \
-      ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets()    \
-          attributes,                                                                              \
-      {ffi::Traits::kCmdBufferCompatible})
+#define NVFP4_CUDA_TARGET(name, table, run, attributes)                                     \
+  NamedHandler {                                                                            \
+    name, +[](XLA_FFI_CallFrame* frame) {                                                   \
+      static constexpr Table kTable(table);                                                 \
+      static auto* const handler =                                                          \
+          ffi::Ffi::Bind()                                                                  \
+              .Ctx<ffi::PlatformStream<cudaStream_t>>()                                     \
+              .RemainingArgs()                                                              \
+              .RemainingRets() attributes                                                   \
+              .To(                                                                          \
+                  [](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, \
+                     auto... values) {                                                      \
+                    return Handle(kTable, run, stream, args, rets, values...);              \
+                  },                                                                        \
+                  {ffi::Traits::kCmdBufferCompatible})                                      \
+              .release();                                                                   \
+      return handler->Call(frame);                                                          \
+    }                                                                                       \
+  }
 
 inline ffi::Error ExpectWorkspace(const Call& operands, int64_t bytes) {
   return Expect({AtLeast("workspace, bytes", operands.size("bytes"), bytes)});

@@ -249,26 +249,21 @@ ffi::Error GateHeads(cudaStream_t stream, const Call& operands) {
   return FromCuda(LaunchGateHeads(stream, call), "nvfp4_gate_heads_cuda");
 }
 
-NVFP4_CUDA_HANDLER(kAddRmsNorm, kNormOperands, AddRmsNorm, .Attr<float>("eps"));
-NVFP4_CUDA_HANDLER(kDenseFew, kDenseOperands, DenseFew, );
-NVFP4_CUDA_HANDLER(kDenseFp8Few, kDenseFp8Operands, DenseFp8Few, );
-NVFP4_CUDA_HANDLER(kActivate, kActivateOperands, Activate,
-                   .Attr<std::string_view>("activation")
-                       .Attr<float>("alpha")
-                       .Attr<float>("beta")
-                       .Attr<float>("limit"));
-NVFP4_CUDA_HANDLER(kAddGated, kGatedOperands, AddGated, );
-NVFP4_CUDA_HANDLER(kAddLinearGated, kLinearGatedOperands, AddLinearGated, );
-NVFP4_CUDA_HANDLER(kGateHeads, kGateHeadsOperands, GateHeads, );
-
 }  // namespace
 
 std::vector<NamedHandler> MixerHandlers() {
   return {
-      {"nvfp4_add_rms_norm_cuda", kAddRmsNorm},   {"nvfp4_dense_few_cuda", kDenseFew},
-      {"nvfp4_dense_fp8_few_cuda", kDenseFp8Few}, {"nvfp4_activate_cuda", kActivate},
-      {"nvfp4_add_gated_cuda", kAddGated},        {"nvfp4_add_linear_gated_cuda", kAddLinearGated},
-      {"nvfp4_gate_heads_cuda", kGateHeads},
+      NVFP4_CUDA_TARGET("nvfp4_add_rms_norm_cuda", kNormOperands, AddRmsNorm, .Attr<float>("eps")),
+      NVFP4_CUDA_TARGET("nvfp4_dense_few_cuda", kDenseOperands, DenseFew, ),
+      NVFP4_CUDA_TARGET("nvfp4_dense_fp8_few_cuda", kDenseFp8Operands, DenseFp8Few, ),
+      NVFP4_CUDA_TARGET("nvfp4_activate_cuda", kActivateOperands, Activate,
+                        .Attr<std::string_view>("activation")
+                            .Attr<float>("alpha")
+                            .Attr<float>("beta")
+                            .Attr<float>("limit")),
+      NVFP4_CUDA_TARGET("nvfp4_add_gated_cuda", kGatedOperands, AddGated, ),
+      NVFP4_CUDA_TARGET("nvfp4_add_linear_gated_cuda", kLinearGatedOperands, AddLinearGated, ),
+      NVFP4_CUDA_TARGET("nvfp4_gate_heads_cuda", kGateHeadsOperands, GateHeads, ),
   };
 }
 

@@ -371,36 +371,30 @@ ffi::Error Mamba2Scan(cudaStream_t stream, const Call& operands) {
   return FromCuda(LaunchMamba2Scan(stream, call, buffers), "nvfp4_mamba2_scan_cuda");
 }
 
-NVFP4_CUDA_HANDLER(kDeltaStep, kDeltaStepOperands, DeltaStep,
-                   .Attr<bool>("interleaved").Attr<float>("eps"));
-NVFP4_CUDA_HANDLER(kKimiDeltaStep, kKimiStepOperands, KimiDeltaStep,
-                   .Attr<float>("lower_bound").Attr<float>("eps"));
-NVFP4_CUDA_HANDLER(kDeltaRule, kDeltaRuleOperands, DeltaRule, .Attr<bool>("normalize"));
-NVFP4_CUDA_HANDLER(kCausalConvolution, kConvolutionOperands, CausalConvolution,
-                   .Attr<ffi::Span<const int64_t>>("widths")
-                       .Attr<int64_t>("first")
-                       .Attr<int64_t>("heads")
-                       .Attr<int64_t>("stride"));
-NVFP4_CUDA_HANDLER(kMamba2Step, kMamba2StepOperands, Mamba2Step,
-                   .Attr<std::string_view>("activation")
-                       .Attr<float>("alpha")
-                       .Attr<float>("limit")
-                       .Attr<int64_t>("groups")
-                       .Attr<float>("smallest_step")
-                       .Attr<float>("largest_step")
-                       .Attr<float>("eps"));
-NVFP4_CUDA_HANDLER(kMamba2Scan, kMamba2ScanOperands, Mamba2Scan, );
-
 }  // namespace
 
 std::vector<NamedHandler> RecurrentHandlers() {
   return {
-      {"nvfp4_delta_step_cuda", kDeltaStep},
-      {"nvfp4_kimi_delta_step_cuda", kKimiDeltaStep},
-      {"nvfp4_mamba2_step_cuda", kMamba2Step},
-      {"nvfp4_delta_rule_cuda", kDeltaRule},
-      {"nvfp4_mamba2_scan_cuda", kMamba2Scan},
-      {"nvfp4_causal_convolution_cuda", kCausalConvolution},
+      NVFP4_CUDA_TARGET("nvfp4_delta_step_cuda", kDeltaStepOperands, DeltaStep,
+                        .Attr<bool>("interleaved").Attr<float>("eps")),
+      NVFP4_CUDA_TARGET("nvfp4_kimi_delta_step_cuda", kKimiStepOperands, KimiDeltaStep,
+                        .Attr<float>("lower_bound").Attr<float>("eps")),
+      NVFP4_CUDA_TARGET("nvfp4_mamba2_step_cuda", kMamba2StepOperands, Mamba2Step,
+                        .Attr<std::string_view>("activation")
+                            .Attr<float>("alpha")
+                            .Attr<float>("limit")
+                            .Attr<int64_t>("groups")
+                            .Attr<float>("smallest_step")
+                            .Attr<float>("largest_step")
+                            .Attr<float>("eps")),
+      NVFP4_CUDA_TARGET("nvfp4_delta_rule_cuda", kDeltaRuleOperands, DeltaRule,
+                        .Attr<bool>("normalize")),
+      NVFP4_CUDA_TARGET("nvfp4_mamba2_scan_cuda", kMamba2ScanOperands, Mamba2Scan, ),
+      NVFP4_CUDA_TARGET("nvfp4_causal_convolution_cuda", kConvolutionOperands, CausalConvolution,
+                        .Attr<ffi::Span<const int64_t>>("widths")
+                            .Attr<int64_t>("first")
+                            .Attr<int64_t>("heads")
+                            .Attr<int64_t>("stride")),
   };
 }
 

@@ -76,7 +76,7 @@ constexpr Operand kCombineOperands[] = {
 };
 
 // Sums the outputs of experts.
-ffi::Error Combine(cudaStream_t stream, const Call& operands, int64_t num_experts) {
+ffi::Error CombineAlone(cudaStream_t stream, const Call& operands, int64_t num_experts) {
   NVFP4_RETURN_IF_ERROR(operands.Check());
   const InputCombine combine = CombineOf(operands, operands.out("y"), num_experts);
   return FromCuda(LaunchCombineOutputs(stream, combine.type, combine.tokens, combine.outputs),
@@ -200,21 +200,18 @@ ffi::Error PackGroups(cudaStream_t stream, const Call& operands, int64_t weight_
   return FromCuda(status, "pack_groups");
 }
 
-NVFP4_CUDA_HANDLER(kCombine, kCombineOperands, Combine, .Attr<int64_t>("num_experts"));
-NVFP4_CUDA_HANDLER(kCombineAndNorm, kCombineAndNormOperands, CombineAndNorm,
-                   .Attr<int64_t>("num_experts").Attr<bool>("together"));
-NVFP4_CUDA_HANDLER(kMultiplyFp4, kMultiplyOperands, MultiplyFp4, .Attr<bool>("shuffled"));
-NVFP4_CUDA_HANDLER(kPackGroups, kPackGroupsOperands, PackGroups,
-                   .Attr<int64_t>("weight_rows").Attr<int64_t>("k").Attr<bool>("scaled"));
-
 }  // namespace
 
 std::vector<NamedHandler> FunctionHandlers() {
   return {
-      {"emulated_combine", kCombine},
-      {"emulated_combine_and_norm", kCombineAndNorm},
-      {"emulated_multiply_fp4", kMultiplyFp4},
-      {"emulated_pack_groups", kPackGroups},
+      NVFP4_CUDA_TARGET("emulated_combine", kCombineOperands, CombineAlone,
+                        .Attr<int64_t>("num_experts")),
+      NVFP4_CUDA_TARGET("emulated_combine_and_norm", kCombineAndNormOperands, CombineAndNorm,
+                        .Attr<int64_t>("num_experts").Attr<bool>("together")),
+      NVFP4_CUDA_TARGET("emulated_multiply_fp4", kMultiplyOperands, MultiplyFp4,
+                        .Attr<bool>("shuffled")),
+      NVFP4_CUDA_TARGET("emulated_pack_groups", kPackGroupsOperands, PackGroups,
+                        .Attr<int64_t>("weight_rows").Attr<int64_t>("k").Attr<bool>("scaled")),
   };
 }
 
