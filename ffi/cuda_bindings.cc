@@ -175,7 +175,7 @@ ffi::Error GroupedGemm(cudaStream_t stream, Call& operands, std::string_view act
 }
 
 ffi::Error Quantize(cudaStream_t stream, Call& operands, std::string_view scale_layout) {
-  QuantizeCall call = {operands.size("m"), operands.size("k"), operands.type("x")};
+  QuantizeCall call = {operands.size("m"), operands.size("k"), operands.type("x"), false};
   NVFP4_RETURN_IF_ERROR(ReadQuantize(operands, scale_layout, &call.swizzle_128x4));
   NVFP4_RETURN_IF_ERROR(
       Expect({AtMost("m (x)", call.m, kMaxRows), AtMost("k (x)", call.k, kMaxExtent)}));
