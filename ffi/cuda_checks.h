@@ -1,4 +1,5 @@
-// What the handlers of all CUDA targets share: errors of launches, the workspace, pointers.
+// What all CUDA targets share: how a handler runs, the errors of launches, and checks of the
+// workspace and of chains.
 
 #pragma once
 

@@ -1,7 +1,6 @@
 // The targets of norms, plain linear layers and gates: their operands (operands.h), and the
 // handlers, which fill the structures of launch.h and launch kernels.
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>

@@ -1,6 +1,5 @@
 // The targets of recurrent mixers: their operands (operands.h), and the handlers, which fill the
 // structures of launch.h and launch kernels.
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
