@@ -110,7 +110,7 @@ ffi::Error Attention(cudaStream_t stream, const Call& operands, float scale, int
     NVFP4_RETURN_IF_ERROR(CheckInputHeads(*heads, buffers));
     buffers.heads = &*heads;
   }
-  return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_cuda");
+  return FromCuda(LaunchAttention(stream, call, buffers));
 }
 
 ffi::Error AttentionFp8(cudaStream_t stream, const Call& operands, float scale, int32_t window,
@@ -124,7 +124,7 @@ ffi::Error AttentionFp8(cudaStream_t stream, const Call& operands, float scale, 
   buffers.v = operands.in<void>("v");
   buffers.k_scale = operands.in("k_scale");
   buffers.v_scale = operands.in("v_scale");
-  return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_fp8_cuda");
+  return FromCuda(LaunchAttention(stream, call, buffers));
 }
 
 ffi::Error LatentAttention(cudaStream_t stream, const Call& operands, float scale, int32_t window,
@@ -135,8 +135,7 @@ ffi::Error LatentAttention(cudaStream_t stream, const Call& operands, float scal
   NVFP4_RETURN_IF_ERROR(ReadAttention(operands, limits, scale, window, chunk, &call));
   call.positions_are_unchanged = false;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, LatentAttentionWorkspaceBytes(call.shape)));
-  return FromCuda(LaunchLatentAttention(stream, call, AttentionBuffersOf(operands)),
-                  "nvfp4_latent_attention_cuda");
+  return FromCuda(LaunchLatentAttention(stream, call, AttentionBuffersOf(operands)));
 }
 
 constexpr Operand kQueryOperands[] = {
@@ -189,7 +188,7 @@ ffi::Error AbsorbQueries(cudaStream_t stream, const Call& operands, float rotati
   const HeadProductBuffers buffers = {operands.in<void>("x"), operands.in<void>("keys"),
                                       operands.in<int32_t>("positions"),
                                       operands.in_or_null("frequencies"), operands.out("y")};
-  return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_absorb_queries_cuda");
+  return FromCuda(LaunchHeadProduct(stream, call, buffers));
 }
 
 ffi::Error ExpandValues(cudaStream_t stream, const Call& operands) {
@@ -199,7 +198,7 @@ ffi::Error ExpandValues(cudaStream_t stream, const Call& operands) {
       ReadHeadProduct(operands, "values [n, d, k]", operands.size("k"), operands.size("d"), &call));
   const HeadProductBuffers buffers = {operands.in<void>("x"), operands.in<void>("values"), nullptr,
                                       nullptr, operands.out("y")};
-  return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_expand_values_cuda");
+  return FromCuda(LaunchHeadProduct(stream, call, buffers));
 }
 
 constexpr Operand kLatentsOperands[] = {
@@ -252,7 +251,7 @@ ffi::Error PrepareLatents(cudaStream_t stream, const Call& operands, float eps,
                                   operands.in_or_null("frequencies"),
                                   operands.out("q"),
                                   operands.out("new_cache")};
-  return FromCuda(LaunchPrepareLatents(stream, call, buffers), "nvfp4_prepare_latents_cuda");
+  return FromCuda(LaunchPrepareLatents(stream, call, buffers));
 }
 
 // Reads what both forms of `prepare_heads` have.
@@ -306,8 +305,7 @@ ffi::Error PrepareHeads(cudaStream_t stream, const Call& operands, float eps, fl
     return ffi::Error::Success();
   }
   call.starts_next = running_chain.StartsNext();
-  return FromCuda(LaunchPrepareHeads(stream, call, HeadsBuffersOf(operands)),
-                  "nvfp4_prepare_heads_cuda");
+  return FromCuda(LaunchPrepareHeads(stream, call, HeadsBuffersOf(operands)));
 }
 
 ffi::Error PrepareHeadsFp8(cudaStream_t stream, const Call& operands, float eps,
@@ -321,7 +319,7 @@ ffi::Error PrepareHeadsFp8(cudaStream_t stream, const Call& operands, float eps,
   HeadsBuffers buffers = HeadsBuffersOf(operands);
   buffers.k_scale = operands.in("k_scale");
   buffers.v_scale = operands.in("v_scale");
-  return FromCuda(LaunchPrepareHeads(stream, call, buffers), "nvfp4_prepare_heads_fp8_cuda");
+  return FromCuda(LaunchPrepareHeads(stream, call, buffers));
 }
 
 #define NVFP4_ATTENTION_ATTRIBUTES \

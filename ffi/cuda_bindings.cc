@@ -98,14 +98,14 @@ ffi::Error MoE(cudaStream_t stream, Call& operands, std::string_view activation,
     NVFP4_RETURN_IF_ERROR(
         CheckSm120(options.type, options.activation_scale, std::max(shape.h, shape.i)));
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, MoEW4A4WorkspaceBytes(shape)));
-    return FromCuda(LaunchMoEW4A4(stream, call, buffers), "nvfp4_moe");
+    return FromCuda(LaunchMoEW4A4(stream, call, buffers));
   }
   if constexpr (kEngine == EngineKind::kSm100) {
     const int64_t rows = std::max({std::min(shape.slots(), kMaxChunkSlots), shape.n1, shape.h});
     NVFP4_RETURN_IF_ERROR(CheckSm100(options.type, options.activation_scale,
                                      RoundUp(rows, 128) * RoundUp(std::max(shape.h, shape.i), 64)));
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, MoEW4A4Sm100WorkspaceBytes(shape)));
-    return FromCuda(LaunchMoEW4A4Sm100(stream, call, buffers), "nvfp4_moe");
+    return FromCuda(LaunchMoEW4A4Sm100(stream, call, buffers));
   }
   const bool on_engine =
       options.type != DataType::kF32 && std::max(shape.h, shape.i) <= kMaxEngineExtent;
@@ -114,9 +114,8 @@ ffi::Error MoE(cudaStream_t stream, Call& operands, std::string_view activation,
                                                       : MoEWorkspaceBytes(shape, options.type)));
   InputCombine combine = {};
   if (running_chain.fuses) buffers.combine = &combine;
-  NVFP4_RETURN_IF_ERROR(
-      FromCuda(on_engine ? LaunchMoEW4A16(stream, call, buffers) : LaunchMoE(stream, call, buffers),
-               "nvfp4_moe"));
+  NVFP4_RETURN_IF_ERROR(FromCuda(on_engine ? LaunchMoEW4A16(stream, call, buffers)
+                                           : LaunchMoE(stream, call, buffers)));
   if (combine.outputs != nullptr) running_chain.LeaveRest(combine);
   return ffi::Error::Success();
 }
@@ -145,14 +144,14 @@ ffi::Error GroupedGemm(cudaStream_t stream, Call& operands, std::string_view act
   if constexpr (kEngine == EngineKind::kSm120) {
     NVFP4_RETURN_IF_ERROR(CheckSm120(call.type, call.activation_scale, std::max(shape.n, shape.k)));
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, GroupedGemmW4A4WorkspaceBytes(shape)));
-    return FromCuda(LaunchGroupedGemmW4A4(stream, call, buffers), "nvfp4_grouped_gemm");
+    return FromCuda(LaunchGroupedGemmW4A4(stream, call, buffers));
   }
   if constexpr (kEngine == EngineKind::kSm100) {
     const int64_t rows = std::max(shape.m, shape.n);
     NVFP4_RETURN_IF_ERROR(
         CheckSm100(call.type, call.activation_scale, RoundUp(rows, 128) * RoundUp(shape.k, 64)));
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, GroupedGemmW4A4Sm100WorkspaceBytes(shape)));
-    return FromCuda(LaunchGroupedGemmW4A4Sm100(stream, call, buffers), "nvfp4_grouped_gemm");
+    return FromCuda(LaunchGroupedGemmW4A4Sm100(stream, call, buffers));
   }
   const bool on_engine =
       call.type != DataType::kF32 && std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent;
@@ -164,13 +163,11 @@ ffi::Error GroupedGemm(cudaStream_t stream, Call& operands, std::string_view act
     if (on_engine) {
       buffers.norm = &*norm;
     } else {
-      NVFP4_RETURN_IF_ERROR(
-          FromCuda(LaunchAddRmsNorm(stream, norm->call, norm->buffers), "nvfp4_add_rms_norm_cuda"));
+      NVFP4_RETURN_IF_ERROR(FromCuda(LaunchAddRmsNorm(stream, norm->call, norm->buffers)));
     }
   }
   return FromCuda(on_engine ? LaunchGroupedGemmW4A16(stream, call, buffers)
-                            : LaunchGroupedGemm(stream, call, buffers),
-                  "nvfp4_grouped_gemm");
+                            : LaunchGroupedGemm(stream, call, buffers));
 }
 
 ffi::Error Quantize(cudaStream_t stream, Call& operands, std::string_view scale_layout) {
@@ -187,7 +184,7 @@ ffi::Error Quantize(cudaStream_t stream, Call& operands, std::string_view scale_
                                    operands.out<uint8_t>("block_scale"),
                                    operands.out<float>("used_scale"),
                                    operands.out<uint32_t>("workspace")};
-  return FromCuda(LaunchQuantize(stream, call, buffers), "nvfp4_quantize_cuda");
+  return FromCuda(LaunchQuantize(stream, call, buffers));
 }
 
 struct RouterScoreRecord {
@@ -232,7 +229,7 @@ ffi::Error Route(cudaStream_t stream, const Call& operands, std::string_view sco
   const RouterBuffers buffers = {operands.in("logits"), operands.in_or_null("bias"),
                                  operands.out<int32_t>("expert_ids"),
                                  operands.out<float>("expert_weights")};
-  return FromCuda(LaunchRoute(stream, call, buffers), "nvfp4_route_cuda");
+  return FromCuda(LaunchRoute(stream, call, buffers));
 }
 
 #define NVFP4_MOE_ATTRIBUTES                      \

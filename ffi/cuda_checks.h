@@ -20,22 +20,26 @@ namespace nvfp4 {
 // Kernels copy 16 bytes at a time; see launch.h.
 inline constexpr size_t kAlignment = 16;
 
-inline ffi::Error FromCuda(cudaError_t status, std::string_view what) {
+inline ffi::Error FromCuda(cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   cudaGetLastError();  // otherwise the next call would report this error as its own
-  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
+  return ffi::Error::Internal(cudaGetErrorString(status));
 }
 
-// The body of a handler: reads the operands of `table`, and runs `run` on them.
+// The body of the handler of a target: reads the operands of `table`, and runs `run` on them.
+// Errors of CUDA get the name of the target.
 template <typename Run, typename... Values>
-ffi::Error Handle(const Table& table, const Run& run, cudaStream_t stream,
+ffi::Error Handle(std::string_view target, const Table& table, const Run& run, cudaStream_t stream,
                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                   Values... values) {
   Call operands;
   NVFP4_RETURN_IF_ERROR(operands.Read(table, args, rets, kAlignment));
   const ffi::Error error = run(stream, operands, values...);
+  if (error.errc() == ffi::ErrorCode::kInternal) {
+    return ffi::Error::Internal(std::string(target) + ": " + error.message());
+  }
   if (error.failure() || operands.is_checked()) return error;
-  return ffi::Error::Internal("a handler does not check its operands");
+  return ffi::Error::Internal(std::string(target) + " does not check its operands");
 }
 
 // The target `name`, whose operands are those of `table`. `run` gets the stream, the operands, and
@@ -55,7 +59,7 @@ ffi::Error Handle(const Table& table, const Run& run, cudaStream_t stream,
               .To(                                                                          \
                   [](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, \
                      auto... values) {                                                      \
-                    return Handle(kTable, run, stream, args, rets, values...);              \
+                    return Handle(name, kTable, run, stream, args, rets, values...);        \
                   },                                                                        \
                   {ffi::Traits::kCmdBufferCompatible})                                      \
               .release();                                                                   \
@@ -74,8 +78,7 @@ inline ffi::Error PutInPlace(cudaStream_t stream, const Call& operands, std::str
   const void* source = operands.in<void>(operand);
   if (source == operands.out(result)) return ffi::Error::Success();
   return FromCuda(cudaMemcpyAsync(operands.out(result), source, operands[operand].size_bytes(),
-                                  cudaMemcpyDeviceToDevice, stream),
-                  "cudaMemcpyAsync");
+                                  cudaMemcpyDeviceToDevice, stream));
 }
 
 // The addresses of an operand.

@@ -56,7 +56,7 @@ ffi::Error AddRmsNorm(cudaStream_t stream, const Call& operands, float eps) {
                              : linear_gated
                                  ? LaunchAddGatedRmsNorm(stream, call, buffers, *linear_gated)
                                  : LaunchAddRmsNorm(stream, call, buffers);
-  return FromCuda(status, "nvfp4_add_rms_norm_cuda");
+  return FromCuda(status);
 }
 
 constexpr Operand kDenseOperands[] = {
@@ -110,7 +110,7 @@ ffi::Error DenseFew(cudaStream_t stream, const Call& operands) {
     NVFP4_RETURN_IF_ERROR(CheckInputNorm(*norm, operands["x"]));
     buffers.norm = &*norm;
   }
-  return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_few_cuda");
+  return FromCuda(LaunchDenseFew(stream, call, buffers));
 }
 
 ffi::Error DenseFp8Few(cudaStream_t stream, const Call& operands) {
@@ -137,7 +137,7 @@ ffi::Error DenseFp8Few(cudaStream_t stream, const Call& operands) {
                                    operands.in("weight_scale"),
                                    operands.in_or_null("row_scale"),
                                    operands.in_or_null<void>("bias")};
-  return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_fp8_few_cuda");
+  return FromCuda(LaunchDenseFew(stream, call, buffers));
 }
 
 constexpr Operand kActivateOperands[] = {
@@ -161,7 +161,7 @@ ffi::Error Activate(cudaStream_t stream, const Call& operands, std::string_view 
                                         AtMost("rows i (y)", call.rows * call.columns, kMaxRows)}));
   call.gate_up = operands.in<void>("gate_up");
   call.y = operands.out("y");
-  return FromCuda(LaunchActivate(stream, call), "nvfp4_activate_cuda");
+  return FromCuda(LaunchActivate(stream, call));
 }
 
 constexpr Operand kGatedOperands[] = {
@@ -204,7 +204,7 @@ ffi::Error AddGated(cudaStream_t stream, const Call& operands) {
     running_chain.work = call;
     return ffi::Error::Success();
   }
-  return FromCuda(LaunchAddGated(stream, call), "nvfp4_add_gated_cuda");
+  return FromCuda(LaunchAddGated(stream, call));
 }
 
 ffi::Error AddLinearGated(cudaStream_t stream, const Call& operands) {
@@ -218,7 +218,7 @@ ffi::Error AddLinearGated(cudaStream_t stream, const Call& operands) {
     running_chain.work = call;
     return ffi::Error::Success();
   }
-  return FromCuda(LaunchAddLinearGated(stream, call), "nvfp4_add_linear_gated_cuda");
+  return FromCuda(LaunchAddLinearGated(stream, call));
 }
 
 constexpr Operand kGateHeadsOperands[] = {
@@ -245,7 +245,7 @@ ffi::Error GateHeads(cudaStream_t stream, const Call& operands) {
   call.x = operands.in<void>("x");
   call.gates = operands.in<void>("gates");
   call.y = operands.out("y");
-  return FromCuda(LaunchGateHeads(stream, call), "nvfp4_gate_heads_cuda");
+  return FromCuda(LaunchGateHeads(stream, call));
 }
 
 }  // namespace

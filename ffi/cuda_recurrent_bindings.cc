@@ -105,7 +105,7 @@ ffi::Error DeltaStep(cudaStream_t stream, const Call& operands, bool interleaved
   call.interleaved = interleaved;
   const DeltaStepBuffers buffers = DeltaBuffersOf(operands);
   NVFP4_RETURN_IF_ERROR(PutStateInPlace(stream, operands));
-  return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_delta_step_cuda");
+  return FromCuda(LaunchDeltaStep(stream, call, buffers));
 }
 
 constexpr Operand kKimiStepOperands[] = {
@@ -144,7 +144,7 @@ ffi::Error KimiDeltaStep(cudaStream_t stream, const Call& operands, float lower_
   buffers.decays = operands.in<void>("decays");
   buffers.gates = operands.in<void>("gates");
   NVFP4_RETURN_IF_ERROR(PutStateInPlace(stream, operands));
-  return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_kimi_delta_step_cuda");
+  return FromCuda(LaunchDeltaStep(stream, call, buffers));
 }
 
 constexpr Operand kDeltaRuleOperands[] = {
@@ -198,7 +198,7 @@ ffi::Error DeltaRule(cudaStream_t stream, const Call& operands, bool normalize) 
                                     operands.out<float>("y"),
                                     operands.out("workspace")};
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "state", "new_state"));
-  return FromCuda(LaunchDeltaRule(stream, call, buffers), "nvfp4_delta_rule_cuda");
+  return FromCuda(LaunchDeltaRule(stream, call, buffers));
 }
 
 constexpr Operand kConvolutionOperands[] = {
@@ -258,7 +258,7 @@ ffi::Error CausalConvolution(cudaStream_t stream, const Call& operands,
                       AtLeast("stride", stride, width), AtMost("stride", stride, n),
                       AtMost("first + heads * stride", first + heads * stride, n)}));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "inputs", "new_inputs"));
-  return FromCuda(LaunchConvolution(stream, call, buffers), "nvfp4_causal_convolution_cuda");
+  return FromCuda(LaunchConvolution(stream, call, buffers));
 }
 
 constexpr Operand kMamba2StepOperands[] = {
@@ -324,7 +324,7 @@ ffi::Error Mamba2Step(cudaStream_t stream, const Call& operands, std::string_vie
                                      operands.out("y"),
                                      operands.out<float>("workspace")};
   NVFP4_RETURN_IF_ERROR(PutStateInPlace(stream, operands));
-  return FromCuda(LaunchMamba2Step(stream, call, buffers), "nvfp4_mamba2_step_cuda");
+  return FromCuda(LaunchMamba2Step(stream, call, buffers));
 }
 
 constexpr Operand kMamba2ScanOperands[] = {
@@ -367,7 +367,7 @@ ffi::Error Mamba2Scan(cudaStream_t stream, const Call& operands) {
                                      operands.out<float>("y"),
                                      operands.out("workspace")};
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "state", "new_state"));
-  return FromCuda(LaunchMamba2Scan(stream, call, buffers), "nvfp4_mamba2_scan_cuda");
+  return FromCuda(LaunchMamba2Scan(stream, call, buffers));
 }
 
 }  // namespace

@@ -79,8 +79,7 @@ constexpr Operand kCombineOperands[] = {
 ffi::Error CombineAlone(cudaStream_t stream, const Call& operands, int64_t num_experts) {
   NVFP4_RETURN_IF_ERROR(operands.Check());
   const InputCombine combine = CombineOf(operands, operands.out("y"), num_experts);
-  return FromCuda(LaunchCombineOutputs(stream, combine.type, combine.tokens, combine.outputs),
-                  "combine");
+  return FromCuda(LaunchCombineOutputs(stream, combine.type, combine.tokens, combine.outputs));
 }
 
 constexpr Operand kCombineAndNormOperands[] = {
@@ -105,12 +104,11 @@ ffi::Error CombineAndNorm(cudaStream_t stream, const Call& operands, int64_t num
   const NormBuffers buffers = {operands.in<void>("x"), operands.in<void>("added"),
                                operands.in<void>("weight"), operands.out("sum"), operands.out("y")};
   if (together) {
-    return FromCuda(LaunchCombineRmsNorm(stream, norm, buffers, combine), "combine_and_norm");
+    return FromCuda(LaunchCombineRmsNorm(stream, norm, buffers, combine));
   }
   const cudaError_t status =
       LaunchCombineOutputs(stream, combine.type, combine.tokens, combine.outputs);
-  return FromCuda(status == cudaSuccess ? LaunchAddRmsNorm(stream, norm, buffers) : status,
-                  "combine_and_norm");
+  return FromCuda(status == cudaSuccess ? LaunchAddRmsNorm(stream, norm, buffers) : status);
 }
 
 constexpr Operand kMultiplyOperands[] = {
@@ -197,7 +195,7 @@ ffi::Error PackGroups(cudaStream_t stream, const Call& operands, int64_t weight_
     offsets[3] = groups.rows.scales[e] - scales;
     offsets[4] = reinterpret_cast<uint8_t*>(groups.outputs[e]) - reinterpret_cast<uint8_t*>(output);
   }
-  return FromCuda(status, "pack_groups");
+  return FromCuda(status);
 }
 
 }  // namespace
