@@ -25,8 +25,10 @@
 #include "call_chain.h"
 #include "checks.h"
 #include "cpu/ops.h"
-#include "heads_checks.h"
+#include "expert_operands.h"
+#include "heads_operands.h"
 #include "operands.h"
+#include "quantize_operands.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -35,9 +37,11 @@ namespace nb = nanobind;
 namespace nvfp4 {
 namespace {
 
-// The layout "cpu_16x16". The kernels load vectors from any address, so that an operand needs no
-// more than the alignment of its elements.
-constexpr OperandRules kRules = {{cpu::kGroup, 16}, 1};
+constexpr Tile kTile = {cpu::kGroup, 16};  // in the layout "cpu_16x16"
+
+// The kernels load vectors from any address, so that an operand needs no more than the alignment of
+// its elements.
+constexpr size_t kAlignment = 1;
 
 class XlaThreadPool : public cpu::ThreadPool {
  public:
@@ -49,22 +53,21 @@ class XlaThreadPool : public cpu::ThreadPool {
   ffi::ThreadPool pool_;
 };
 
-template <typename T>
-const T* Data(const ffi::AnyBuffer& buffer) {
-  return buffer.element_count() ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
-}
+ffi::Error ReadAttributes(const ffi::Dictionary&) { return ffi::Error::Success(); }
 
-template <typename T>
-ffi::Error Attribute(const ffi::Dictionary& attributes, std::string_view name, T* value) {
+// Reads attributes, given as names and where their values go.
+template <typename T, typename... Others>
+ffi::Error ReadAttributes(const ffi::Dictionary& attributes, std::string_view name, T* value,
+                          Others... others) {
   auto found = attributes.get<T>(name);
   if (found.has_error()) return found.error();
   *value = found.value();
-  return ffi::Error::Success();
+  return ReadAttributes(attributes, others...);
 }
 
 ffi::Error ChooseIsa(const ffi::Dictionary& attributes, const cpu::Kernels** kernels) {
   std::string_view isa = "auto";
-  if (attributes.contains("isa")) NVFP4_RETURN_IF_ERROR(Attribute(attributes, "isa", &isa));
+  if (attributes.contains("isa")) NVFP4_RETURN_IF_ERROR(ReadAttributes(attributes, "isa", &isa));
   *kernels = cpu::ChooseKernels(isa);
   if (*kernels) return ffi::Error::Success();
   std::string names;
@@ -73,151 +76,120 @@ ffi::Error ChooseIsa(const ffi::Dictionary& attributes, const cpu::Kernels** ker
 }
 
 // The body of a handler: reads the operands of `table`, and runs `run` on them.
-template <size_t kSize, typename Run>
-ffi::Error Handle(const Operand (&table)[kSize], const Run& run, ffi::ThreadPool pool,
+template <typename Run>
+ffi::Error Handle(const Table& table, const Run& run, ffi::ThreadPool pool,
                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                   const ffi::Dictionary& attributes) {
   Call operands;
-  NVFP4_RETURN_IF_ERROR(operands.Read(table, args, rets, kRules.alignment));
+  NVFP4_RETURN_IF_ERROR(operands.Read(table, args, rets, kAlignment));
   XlaThreadPool threads(pool);
   const ffi::Error error = run(threads, operands, attributes);
   if (error.failure() || operands.is_checked()) return error;
   return ffi::Error::Internal("a handler does not check its operands");
 }
 
-// Defines the handler `name` of a target whose operands are those of `table`. `run` gets the
-// threads, the operands and the attributes.
-#define NVFP4_CPU_HANDLER(name, table, run)                                       \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                  \
-      name,                                                                       \
-      ([](ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, \
-          ffi::Dictionary attributes) {                                           \
-        return Handle(table, run, pool, args, rets, attributes);                  \
-      }),                                                                         \
-      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs())
+// The target `name`, whose operands are those of `table`. `run` gets the threads, the operands and
+// the attributes.
+#define NVFP4_CPU_TARGET(name, table, run)                                                   \
+  NamedHandler {                                                                             \
+    name, +[](XLA_FFI_CallFrame* frame) {                                                    \
+      static constexpr Table kTable(table);                                                  \
+      static auto* const handler =                                                           \
+          ffi::Ffi::Bind()                                                                   \
+              .Ctx<ffi::ThreadPool>()                                                        \
+              .RemainingArgs()                                                               \
+              .RemainingRets()                                                               \
+              .Attrs()                                                                       \
+              .To([](ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, \
+                     ffi::Dictionary attributes) {                                           \
+                return Handle(kTable, run, pool, args, rets, attributes);                    \
+              })                                                                             \
+              .release();                                                                    \
+      return handler->Call(frame);                                                           \
+    }                                                                                        \
+  }
 
-ffi::Error MoEW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_packed,
-                       ffi::AnyBuffer gate_up_block_scale, ffi::AnyBuffer gate_up_global_scale,
-                       ffi::AnyBuffer gate_up_input_scale, ffi::AnyBuffer gate_up_bias,
-                       ffi::AnyBuffer down_packed, ffi::AnyBuffer down_block_scale,
-                       ffi::AnyBuffer down_global_scale, ffi::AnyBuffer down_input_scale,
-                       ffi::AnyBuffer down_bias, ffi::AnyBuffer expert_ids,
-                       ffi::AnyBuffer expert_weights, ffi::Result<ffi::AnyBuffer> y,
-                       ffi::ResultBufferR1<ffi::U8> workspace, ffi::Dictionary attributes) {
-  const MoEOperands operands = {x,
-                                gate_up_packed,
-                                gate_up_block_scale,
-                                gate_up_global_scale,
-                                gate_up_input_scale,
-                                gate_up_bias,
-                                down_packed,
-                                down_block_scale,
-                                down_global_scale,
-                                down_input_scale,
-                                down_bias,
-                                expert_ids,
-                                expert_weights,
-                                *y};
-  std::string_view activation, activation_scale;
-  float alpha = 0, beta = 0, limit = 0;
-  bool weight_on_input = false;
-  int64_t intermediate = 0;
-  const cpu::Kernels* kernels;
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "activation", &activation));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "activation_scale", &activation_scale));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "alpha", &alpha));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "beta", &beta));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "limit", &limit));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "weight_on_input", &weight_on_input));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "intermediate", &intermediate));
-  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
-
+ffi::Error MoEW4A16Cpu(XlaThreadPool& threads, Call& operands, const ffi::Dictionary& attributes) {
+  MoEAttributes own;
   MoEShape shape;
   MoEOptions options;
-  NVFP4_RETURN_IF_ERROR(CheckMoE(operands, activation, alpha, beta, limit, activation_scale,
-                                 intermediate, kRules, &shape, &options));
-  const cpu::MoEArguments arguments = {x.untyped_data(),
-                                       Data<uint8_t>(gate_up_packed),
-                                       Data<uint8_t>(gate_up_block_scale),
-                                       Data<float>(gate_up_global_scale),
-                                       Data<float>(gate_up_input_scale),
-                                       Data<float>(gate_up_bias),
-                                       Data<uint8_t>(down_packed),
-                                       Data<uint8_t>(down_block_scale),
-                                       Data<float>(down_global_scale),
-                                       Data<float>(down_input_scale),
-                                       Data<float>(down_bias),
-                                       Data<int32_t>(expert_ids),
-                                       Data<float>(expert_weights),
-                                       y->untyped_data(),
-                                       workspace->typed_data(),
-                                       static_cast<int64_t>(workspace->element_count()),
+  const cpu::Kernels* kernels;
+  NVFP4_RETURN_IF_ERROR(ReadAttributes(attributes, "activation", &own.activation, "alpha",
+                                       &own.alpha, "beta", &own.beta, "limit", &own.limit,
+                                       "activation_scale", &own.activation_scale, "weight_on_input",
+                                       &own.weight_on_input, "intermediate", &own.intermediate));
+  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
+  NVFP4_RETURN_IF_ERROR(ReadMoE(operands, own, kTile, &shape, &options));
+  const cpu::MoEArguments arguments = {operands.in<void>("x"),
+                                       operands.in_or_null<uint8_t>("gate_up_packed"),
+                                       operands.in_or_null<uint8_t>("gate_up_block_scale"),
+                                       operands.in_or_null("gate_up_global_scale"),
+                                       operands.in_or_null("gate_up_input_scale"),
+                                       operands.in_or_null("gate_up_bias"),
+                                       operands.in_or_null<uint8_t>("down_packed"),
+                                       operands.in_or_null<uint8_t>("down_block_scale"),
+                                       operands.in_or_null("down_global_scale"),
+                                       operands.in_or_null("down_input_scale"),
+                                       operands.in_or_null("down_bias"),
+                                       operands.in_or_null<int32_t>("expert_ids"),
+                                       operands.in_or_null("expert_weights"),
+                                       operands.out("y"),
+                                       operands.out<uint8_t>("workspace"),
+                                       operands.size("bytes"),
                                        options.type,
                                        options.activation,
                                        options.activation_scale,
-                                       weight_on_input};
-  XlaThreadPool threads(pool);
+                                       own.weight_on_input};
   if (cpu::RunMoEW4A16Cpu(shape, arguments, *kernels, threads)) return ffi::Error::Success();
-  return ExpectAtLeast("workspace [bytes]", arguments.workspace_bytes,
-                       cpu::MoEW4A16CpuWorkspace(shape, arguments, *kernels, 1));
+  return Expect({AtLeast("workspace [bytes]", arguments.workspace_bytes,
+                         cpu::MoEW4A16CpuWorkspace(shape, arguments, *kernels, 1))});
 }
 
-ffi::Error GroupedGemmW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer packed,
-                               ffi::AnyBuffer block_scale, ffi::AnyBuffer global_scale,
-                               ffi::AnyBuffer input_scale, ffi::AnyBuffer bias,
-                               ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> y,
-                               ffi::ResultBufferR1<ffi::U8> workspace, ffi::Dictionary attributes) {
+ffi::Error GroupedGemmW4A16Cpu(XlaThreadPool& threads, Call& operands,
+                               const ffi::Dictionary& attributes) {
   std::string_view scale_name;
   const cpu::Kernels* kernels;
   GroupedGemmShape shape;
   DataType type;
-  ActivationScale scale = ActivationScale::kNone;
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "activation_scale", &scale_name));
+  ActivationScale scale;
+  NVFP4_RETURN_IF_ERROR(ReadAttributes(attributes, "activation_scale", &scale_name));
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
-  const GroupedGemmOperands operands = {x,           packed, block_scale, global_scale,
-                                        input_scale, bias,   group_sizes, *y};
-  NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(operands, scale_name, kRules, &shape, &type, &scale));
-  const cpu::GroupedGemmArguments arguments = {x.untyped_data(),
-                                               Data<uint8_t>(packed),
-                                               Data<uint8_t>(block_scale),
-                                               Data<float>(global_scale),
-                                               Data<float>(input_scale),
-                                               Data<float>(bias),
-                                               Data<int32_t>(group_sizes),
-                                               y->untyped_data(),
-                                               workspace->typed_data(),
-                                               static_cast<int64_t>(workspace->element_count()),
+  NVFP4_RETURN_IF_ERROR(ReadGroupedGemm(operands, scale_name, kTile, &shape, &type, &scale));
+  const cpu::GroupedGemmArguments arguments = {operands.in<void>("x"),
+                                               operands.in_or_null<uint8_t>("packed"),
+                                               operands.in_or_null<uint8_t>("block_scale"),
+                                               operands.in_or_null("global_scale"),
+                                               operands.in_or_null("input_scale"),
+                                               operands.in_or_null("bias"),
+                                               operands.in_or_null<int32_t>("group_sizes"),
+                                               operands.out("y"),
+                                               operands.out<uint8_t>("workspace"),
+                                               operands.size("bytes"),
                                                type,
                                                scale};
-  XlaThreadPool threads(pool);
-  if (cpu::RunGroupedGemmW4A16Cpu(shape, arguments, *kernels, threads))
+  if (cpu::RunGroupedGemmW4A16Cpu(shape, arguments, *kernels, threads)) {
     return ffi::Error::Success();
-  return ExpectAtLeast("workspace [bytes]", arguments.workspace_bytes,
-                       cpu::GroupedGemmW4A16CpuWorkspace(shape, arguments, *kernels, 1));
+  }
+  return Expect({AtLeast("workspace [bytes]", arguments.workspace_bytes,
+                         cpu::GroupedGemmW4A16CpuWorkspace(shape, arguments, *kernels, 1))});
 }
 
-ffi::Error QuantizeCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
-                       ffi::Result<ffi::AnyBuffer> packed, ffi::Result<ffi::AnyBuffer> block_scale,
-                       ffi::Result<ffi::AnyBuffer> used_scale, ffi::Result<ffi::BufferR1<ffi::U8>>,
-                       ffi::Dictionary attributes) {
+ffi::Error QuantizeCpu(XlaThreadPool& threads, Call& operands, const ffi::Dictionary& attributes) {
   const cpu::Kernels* kernels;
   std::string_view scale_layout;
-  DataType type;
   bool swizzle;
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "scale_layout", &scale_layout));
-  NVFP4_RETURN_IF_ERROR(CheckQuantize(x, global_scale, *packed, *block_scale, *used_scale,
-                                      scale_layout, kRules.alignment, &type, &swizzle));
-  const cpu::QuantizeArguments arguments = {x.untyped_data(),
-                                            type,
-                                            x.dimensions()[0],
-                                            x.dimensions()[1],
-                                            Data<float>(global_scale),
+  NVFP4_RETURN_IF_ERROR(ReadAttributes(attributes, "scale_layout", &scale_layout));
+  NVFP4_RETURN_IF_ERROR(ReadQuantize(operands, scale_layout, &swizzle));
+  const cpu::QuantizeArguments arguments = {operands.in<void>("x"),
+                                            operands.type("x"),
+                                            operands.size("m"),
+                                            operands.size("k"),
+                                            operands.in_or_null("global_scale"),
                                             swizzle,
-                                            static_cast<uint8_t*>(packed->untyped_data()),
-                                            static_cast<uint8_t*>(block_scale->untyped_data()),
-                                            static_cast<float*>(used_scale->untyped_data())};
-  XlaThreadPool threads(pool);
+                                            operands.out<uint8_t>("packed"),
+                                            operands.out<uint8_t>("block_scale"),
+                                            operands.out<float>("used_scale")};
   cpu::RunQuantizeCpu(arguments, *kernels, threads);
   return ffi::Error::Success();
 }
@@ -258,9 +230,8 @@ ffi::Error AttentionCpu(XlaThreadPool& threads, const Call& operands,
                         const ffi::Dictionary& attributes) {
   float scale;
   int32_t window, chunk;  // 0 for none
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "scale", &scale));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "window", &window));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "chunk", &chunk));
+  NVFP4_RETURN_IF_ERROR(
+      ReadAttributes(attributes, "scale", &scale, "window", &window, "chunk", &chunk));
   const int64_t n = operands.size("n"), m = operands.size("m");
   const int64_t width = operands.size("width"), dv = operands.size("dv");
   NVFP4_RETURN_IF_ERROR(operands.Check({AtLeast("v's width", width, dv), AtLeast("m (k)", m, 1),
@@ -300,10 +271,9 @@ void PutInPlace(const Call& operands, std::string_view operand, std::string_view
 ffi::Error ReadHeads(const Call& operands, const ffi::Dictionary& attributes,
                      cpu::HeadsArguments* arguments, const cpu::Kernels** kernels) {
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, kernels));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "eps", &arguments->eps));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotation_scale", &arguments->rotation_scale));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotates_first", &arguments->rotates_first));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "gated", &arguments->gated));
+  NVFP4_RETURN_IF_ERROR(ReadAttributes(attributes, "eps", &arguments->eps, "rotation_scale",
+                                       &arguments->rotation_scale, "rotates_first",
+                                       &arguments->rotates_first, "gated", &arguments->gated));
   NVFP4_RETURN_IF_ERROR(
       ReadHeadsShape(operands, arguments->gated, /*factor=*/1, &arguments->shape));
   PutInPlace(operands, "keys", "new_keys");
@@ -336,7 +306,7 @@ ffi::Error HeadsFp8Cpu(XlaThreadPool& threads, const Call& operands,
   cpu::HeadsArguments arguments = {};
   NVFP4_RETURN_IF_ERROR(ReadHeads(operands, attributes, &arguments, &kernels));
   NVFP4_RETURN_IF_ERROR(
-      Attribute(attributes, "multiply_by_reciprocal", &arguments.multiply_by_reciprocal));
+      ReadAttributes(attributes, "multiply_by_reciprocal", &arguments.multiply_by_reciprocal));
   arguments.k_scale = operands.in_or_null("k_scale");
   arguments.v_scale = operands.in_or_null("v_scale");
   cpu::RunHeadsCpu(arguments, *kernels, threads);
@@ -354,7 +324,7 @@ ffi::Error ReadRowsCpu(XlaThreadPool&, const Call& operands, const ffi::Dictiona
   NVFP4_RETURN_IF_ERROR(operands.Check());
   if (!operands.has("rows")) return ffi::Error::Success();
   const int64_t v = operands.size("v");
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("v (table)", v, 1));
+  NVFP4_RETURN_IF_ERROR(Expect({AtLeast("v (table)", v, 1)}));
   const size_t bytes = operands["table"].size_bytes() / static_cast<size_t>(v);
   for (int64_t i = 0; i < operands.size("n"); ++i) {
     const int64_t at = std::clamp<int64_t>(operands.in<int32_t>("ids")[i], 0, v - 1);
@@ -393,81 +363,30 @@ ffi::Error WriteTokensCpu(XlaThreadPool&, const Call& operands, const ffi::Dicti
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    kMoEW4A16Cpu, MoEW4A16Cpu,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()          // x                     [t, h] bf16, f16 or f32
-        .Arg<ffi::AnyBuffer>()          // gate_up_packed        [e, n1, h/2] U8, cpu_16x16
-        .Arg<ffi::AnyBuffer>()          // gate_up_block_scale   [e, n1, h/16] F8E4M3FN
-        .Arg<ffi::AnyBuffer>()          // gate_up_global_scale  [e, 2] if gated, else [e, 1] F32
-        .Arg<ffi::AnyBuffer>()          // gate_up_input_scale   [e] or [0] F32
-        .Arg<ffi::AnyBuffer>()          // gate_up_bias          [e, n1] or [0, 0] F32
-        .Arg<ffi::AnyBuffer>()          // down_packed           [e, h, i/2] U8, cpu_16x16
-        .Arg<ffi::AnyBuffer>()          // down_block_scale      [e, h, i/16] F8E4M3FN
-        .Arg<ffi::AnyBuffer>()          // down_global_scale     [e, 1] F32
-        .Arg<ffi::AnyBuffer>()          // down_input_scale      [e] or [0] F32
-        .Arg<ffi::AnyBuffer>()          // down_bias             [e, h] or [0, 0] F32
-        .Arg<ffi::AnyBuffer>()          // expert_ids            [t, k] S32
-        .Arg<ffi::AnyBuffer>()          // expert_weights        [t, k] F32
-        .Ret<ffi::AnyBuffer>()          // y                     [t, h] in the type of x
-        .Ret<ffi::BufferR1<ffi::U8>>()  // workspace             [bytes]
-        // activation, alpha, beta, limit, activation_scale, weight_on_input, intermediate, isa
-        .Attrs());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    kGroupedGemmW4A16Cpu, GroupedGemmW4A16Cpu,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()          // x             [m, k] bf16, f16 or f32
-        .Arg<ffi::AnyBuffer>()          // packed        [e, n_pad, k/2] U8, cpu_16x16
-        .Arg<ffi::AnyBuffer>()          // block_scale   [e, n_pad, k/16] F8E4M3FN
-        .Arg<ffi::AnyBuffer>()          // global_scale  [e, parts] F32
-        .Arg<ffi::AnyBuffer>()          // input_scale   [e] or [0] F32
-        .Arg<ffi::AnyBuffer>()          // bias          [e, n] or [0, 0] F32
-        .Arg<ffi::AnyBuffer>()          // group_sizes   [e], or [0] if e is 1; S32
-        .Ret<ffi::AnyBuffer>()          // y             [m, n] in the type of x
-        .Ret<ffi::BufferR1<ffi::U8>>()  // workspace     [bytes]
-        .Attrs());                      // activation_scale, isa
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    kQuantizeCpu, QuantizeCpu,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()          // x             [m, k] bf16, f16 or f32
-        .Arg<ffi::AnyBuffer>()          // global_scale  [] F32; [0] computes it from x
-        .Ret<ffi::AnyBuffer>()          // packed        [m, k/2] U8
-        .Ret<ffi::AnyBuffer>()          // block_scale   F8E4M3FN, linear or swizzled
-        .Ret<ffi::AnyBuffer>()          // used_scale    [] F32
-        .Ret<ffi::BufferR1<ffi::U8>>()  // workspace     [0]
-        .Attrs());                      // scale_layout, isa
-
-NVFP4_CPU_HANDLER(kDenseCpu, kDenseOperands, DenseCpu);
 #if defined(__x86_64__)
-NVFP4_CPU_HANDLER(kAttentionAmx, kAttentionOperands, AttentionCpu<cpu::kAttentionAmx>);
-NVFP4_CPU_HANDLER(kAttentionAvx512, kAttentionOperands, AttentionCpu<cpu::kAttentionAvx512>);
 #endif  // defined(__x86_64__)
-NVFP4_CPU_HANDLER(kHeadsCpu, kHeadsOperands, HeadsCpu);
-NVFP4_CPU_HANDLER(kHeadsFp8Cpu, kHeadsFp8Operands, HeadsFp8Cpu);
-NVFP4_CPU_HANDLER(kReadRowsCpu, kReadRowsOperands, ReadRowsCpu);
-NVFP4_CPU_HANDLER(kWriteTokensCpu, kWriteTokensOperands, WriteTokensCpu);
 
 const std::vector<NamedHandler>& Handlers() {
   static const std::vector<NamedHandler> handlers = [] {
     std::vector<NamedHandler> found = {
-        {"nvfp4_moe_w4a16_cpu", kMoEW4A16Cpu},
-        {"nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmW4A16Cpu},
-        {"nvfp4_quantize_cpu", kQuantizeCpu},
-        {"nvfp4_dense_cpu", kDenseCpu},
-        {"nvfp4_prepare_heads_cpu", kHeadsCpu},
-        {"nvfp4_prepare_heads_fp8_cpu", kHeadsFp8Cpu},
-        {"nvfp4_read_rows_cpu", kReadRowsCpu},
-        {"nvfp4_write_tokens_cpu", kWriteTokensCpu},
+        NVFP4_CPU_TARGET("nvfp4_moe_w4a16_cpu", kMoEOperands, MoEW4A16Cpu),
+        NVFP4_CPU_TARGET("nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmOperands, GroupedGemmW4A16Cpu),
+        NVFP4_CPU_TARGET("nvfp4_quantize_cpu", kQuantizeOperands, QuantizeCpu),
+        NVFP4_CPU_TARGET("nvfp4_dense_cpu", kDenseOperands, DenseCpu),
+        NVFP4_CPU_TARGET("nvfp4_prepare_heads_cpu", kHeadsOperands, HeadsCpu),
+        NVFP4_CPU_TARGET("nvfp4_prepare_heads_fp8_cpu", kHeadsFp8Operands, HeadsFp8Cpu),
+        NVFP4_CPU_TARGET("nvfp4_read_rows_cpu", kReadRowsOperands, ReadRowsCpu),
+        NVFP4_CPU_TARGET("nvfp4_write_tokens_cpu", kWriteTokensOperands, WriteTokensCpu),
     };
 #if defined(__x86_64__)
-    if (cpu::kAttentionAmx.supported()) found.push_back({"nvfp4_attention_amx", kAttentionAmx});
-    if (cpu::kAttentionAvx512.supported())
-      found.push_back({"nvfp4_attention_avx512", kAttentionAvx512});
+    if (cpu::kAttentionAmx.supported()) {
+      found.push_back(NVFP4_CPU_TARGET("nvfp4_attention_amx", kAttentionOperands,
+                                       AttentionCpu<cpu::kAttentionAmx>));
+    }
+    if (cpu::kAttentionAvx512.supported()) {
+      found.push_back(NVFP4_CPU_TARGET("nvfp4_attention_avx512", kAttentionOperands,
+                                       AttentionCpu<cpu::kAttentionAvx512>));
+    }
 #endif
     return found;
   }();

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -14,7 +13,7 @@
 #include "cuda/launch.h"
 #include "cuda_bindings.h"
 #include "cuda_checks.h"
-#include "heads_checks.h"
+#include "heads_operands.h"
 #include "operands.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
@@ -103,8 +102,7 @@ ffi::Error Attention(cudaStream_t stream, const Call& operands, float scale, int
   constexpr AttentionLimits kLimits = {kHeadWidthFactor, kMaxHeadWidth, kMaxHeadWidth, "dv (v)"};
   AttentionCall call = {};
   NVFP4_RETURN_IF_ERROR(ReadAttention(operands, kLimits, scale, window, chunk, &call));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectWorkspace(operands["workspace"], AttentionWorkspaceBytes(call.shape)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, AttentionWorkspaceBytes(call.shape)));
   AttentionBuffers buffers = AttentionBuffersOf(operands);
   buffers.v = operands.in<void>("v");
   const std::optional<InputHeads> heads = running_chain.TakeWork<InputHeads>();
@@ -112,7 +110,7 @@ ffi::Error Attention(cudaStream_t stream, const Call& operands, float scale, int
     NVFP4_RETURN_IF_ERROR(CheckInputHeads(*heads, buffers));
     buffers.heads = &*heads;
   }
-  return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_cuda");
+  return FromCuda(LaunchAttention(stream, call, buffers));
 }
 
 ffi::Error AttentionFp8(cudaStream_t stream, const Call& operands, float scale, int32_t window,
@@ -121,13 +119,12 @@ ffi::Error AttentionFp8(cudaStream_t stream, const Call& operands, float scale, 
                                        "dv (v)"};
   AttentionCall call = {};
   NVFP4_RETURN_IF_ERROR(ReadAttention(operands, kLimits, scale, window, chunk, &call));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectWorkspace(operands["workspace"], AttentionWorkspaceBytes(call.shape)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, AttentionWorkspaceBytes(call.shape)));
   AttentionBuffers buffers = AttentionBuffersOf(operands);
   buffers.v = operands.in<void>("v");
   buffers.k_scale = operands.in("k_scale");
   buffers.v_scale = operands.in("v_scale");
-  return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_fp8_cuda");
+  return FromCuda(LaunchAttention(stream, call, buffers));
 }
 
 ffi::Error LatentAttention(cudaStream_t stream, const Call& operands, float scale, int32_t window,
@@ -137,23 +134,23 @@ ffi::Error LatentAttention(cudaStream_t stream, const Call& operands, float scal
   AttentionCall call = {};
   NVFP4_RETURN_IF_ERROR(ReadAttention(operands, limits, scale, window, chunk, &call));
   call.positions_are_unchanged = false;
-  NVFP4_RETURN_IF_ERROR(
-      ExpectWorkspace(operands["workspace"], LatentAttentionWorkspaceBytes(call.shape)));
-  return FromCuda(LaunchLatentAttention(stream, call, AttentionBuffersOf(operands)),
-                  "nvfp4_latent_attention_cuda");
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, LatentAttentionWorkspaceBytes(call.shape)));
+  return FromCuda(LaunchLatentAttention(stream, call, AttentionBuffersOf(operands)));
 }
 
 constexpr Operand kQueryOperands[] = {
-    {"x", kHalf, "[rows, n, w]"},  // w is p + e
-    {"keys", Like("x"), "[n, p, k]"}, {"positions", kS32, "[rows]"},
-    {"frequencies", kF32, ""},      // [e/2] or [0]
-    {"y", Like("x"), "", kResult},  // [rows, n, k + e]
+    {"x", kHalf, "[rows, n, w]", kGivesSizes},
+    {"keys", Like("x"), "[n, p, k]", kGivesSizes},
+    {"positions", kS32, "[rows]"},
+    {"e", kAnyType, "w - p", kLetter},
+    {"frequencies", kF32, "[e/2] or [0]"},
+    {"y", Like("x"), "[rows, n, k + e]", kResult},
 };
 
 constexpr Operand kValueOperands[] = {
-    {"x", kHalf, "[rows, n, w]"},  // w is k
-    {"values", Like("x"), "[n, d, k]"},
-    {"y", Like("x"), "", kResult},  // [rows, n, d]
+    {"x", kHalf, "[rows, n, k]"},
+    {"values", Like("x"), "[n, d, k]", kGivesSizes},
+    {"y", Like("x"), "[rows, n, d]", kResult},
 };
 
 // Reads what both products of heads have. Each head has `k` channels in a sum, and `outputs` sums.
@@ -161,10 +158,6 @@ constexpr Operand kValueOperands[] = {
 ffi::Error ReadHeadProduct(const Call& operands, std::string_view name, int64_t k, int64_t outputs,
                            HeadProductCall* call) {
   const int64_t rows = operands.size("rows"), n = operands.size("n");
-  const int64_t e = operands.size("w") - k;
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("x [rows, n, k + e], e", e, 0));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("y [rows, n, outputs + e]", operands["y"].dimensions(), {rows, n, outputs + e}));
   NVFP4_RETURN_IF_ERROR(operands.Check(
       {AtMost("rows (x)", rows, kMaxHeadProductRows), AtMost("n (x)", n, kMaxExtent),
        MultipleOf(call->expands ? "k (values)" : "k (keys)", call->expands ? k : outputs,
@@ -175,7 +168,6 @@ ffi::Error ReadHeadProduct(const Call& operands, std::string_view name, int64_t 
   call->n = static_cast<int32_t>(n);
   call->k = static_cast<int32_t>(k);
   call->outputs = static_cast<int32_t>(outputs);
-  call->e = static_cast<int32_t>(e);
   call->type = operands.type("x");
   return ffi::Error::Success();
 }
@@ -183,19 +175,20 @@ ffi::Error ReadHeadProduct(const Call& operands, std::string_view name, int64_t 
 ffi::Error AbsorbQueries(cudaStream_t stream, const Call& operands, float rotation_scale,
                          bool interleaved) {
   HeadProductCall call = {};
+  const int64_t e = operands.size("e");
+  NVFP4_RETURN_IF_ERROR(
+      Expect({AtLeast("x [rows, n, p + e], e", e, 0), AtMost("e (q)", e, kMaxPreparedWidth)}));
+  if (e % 2 != 0) return Expected("e (q)", "an even number", std::to_string(e));
   NVFP4_RETURN_IF_ERROR(
       ReadHeadProduct(operands, "keys [n, p, k]", operands.size("p"), operands.size("k"), &call));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDimsOrEmpty("frequencies [e/2]", operands["frequencies"].dimensions(), {call.e / 2}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (q)", call.e, kMaxPreparedWidth));
-  if (call.e % 2 != 0) return Expected("e (q)", "an even number", std::to_string(call.e));
-  call.half = static_cast<int32_t>(operands["frequencies"].dimensions()[0]);
+  call.e = static_cast<int32_t>(e);
+  call.half = static_cast<int32_t>(operands["frequencies"].element_count());
   call.rotation_scale = rotation_scale;
   call.interleaved = interleaved;
   const HeadProductBuffers buffers = {operands.in<void>("x"), operands.in<void>("keys"),
                                       operands.in<int32_t>("positions"),
                                       operands.in_or_null("frequencies"), operands.out("y")};
-  return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_absorb_queries_cuda");
+  return FromCuda(LaunchHeadProduct(stream, call, buffers));
 }
 
 ffi::Error ExpandValues(cudaStream_t stream, const Call& operands) {
@@ -203,20 +196,19 @@ ffi::Error ExpandValues(cudaStream_t stream, const Call& operands) {
   call.expands = true;
   NVFP4_RETURN_IF_ERROR(
       ReadHeadProduct(operands, "values [n, d, k]", operands.size("k"), operands.size("d"), &call));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("x [rows, n, k]", operands["x"].dimensions(), {call.rows, call.n, call.k}));
   const HeadProductBuffers buffers = {operands.in<void>("x"), operands.in<void>("values"), nullptr,
                                       nullptr, operands.out("y")};
-  return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_expand_values_cuda");
+  return FromCuda(LaunchHeadProduct(stream, call, buffers));
 }
 
 constexpr Operand kLatentsOperands[] = {
     {"down", kHalf, "[b, t, r + w]"},
     {"positions", kS32, "[b, t]"},
-    {"cache", Like("down"), "[b, 1, s, w]", kGivesSizes},  // w is k + e
+    {"cache", Like("down"), "[b, 1, s, w]", kGivesSizes},
     {"q_weight", Like("kv_weight"), "[r] or [0]"},
-    {"kv_weight", kActivation, "[k]"},
-    {"frequencies", kF32, "[half]"},  // e/2, or 0
+    {"kv_weight", kActivation, "[k]", kGivesSizes},
+    {"e", kAnyType, "w - k", kLetter},
+    {"frequencies", kF32, "[e/2] or [0]"},
     {"q", Like("down"), "[b, t, r]", kResult | kGivesSizes},
     {"new_cache", Like("down"), "[b, 1, s, w]", kResult},
 };
@@ -232,7 +224,7 @@ ffi::Error PrepareLatents(cudaStream_t stream, const Call& operands, float eps,
                     TypeText(operands["kv_weight"].element_type()));
   }
   const int64_t b = operands.size("b"), t = operands.size("t"), s = operands.size("s");
-  const int64_t r = operands.size("r"), k = operands.size("k"), e = operands.size("w") - k;
+  const int64_t r = operands.size("r"), k = operands.size("k"), e = operands.size("e");
   NVFP4_RETURN_IF_ERROR(operands.Check(
       {MultipleOf("r (q)", r, kPreparedWidthFactor),
        MultipleOf("k (kv_weight)", k, kPreparedWidthFactor),
@@ -241,16 +233,14 @@ ffi::Error PrepareLatents(cudaStream_t stream, const Call& operands, float eps,
        AtMost("b (cache)", b, kMaxExtent),
        AtMost("t (q)", t, kMaxRows / std::max(2 * b, int64_t{1})),
        AtMost("s (cache)", s, kMaxRows)}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDimsOrEmpty("frequencies [e/2]", operands["frequencies"].dimensions(), {e / 2}));
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_cache", operands["cache"], operands["new_cache"]));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "cache", "new_cache"));
   call.b = static_cast<int32_t>(b);
   call.t = static_cast<int32_t>(t);
   call.s = static_cast<int32_t>(s);
   call.r = static_cast<int32_t>(r);
   call.k = static_cast<int32_t>(k);
   call.e = static_cast<int32_t>(e);
-  call.half = operands.size32("half");
+  call.half = static_cast<int32_t>(operands["frequencies"].element_count());
   call.eps = eps;
   call.rotation_scale = rotation_scale;
   call.interleaved = interleaved;
@@ -261,7 +251,7 @@ ffi::Error PrepareLatents(cudaStream_t stream, const Call& operands, float eps,
                                   operands.in_or_null("frequencies"),
                                   operands.out("q"),
                                   operands.out("new_cache")};
-  return FromCuda(LaunchPrepareLatents(stream, call, buffers), "nvfp4_prepare_latents_cuda");
+  return FromCuda(LaunchPrepareLatents(stream, call, buffers));
 }
 
 // Reads what both forms of `prepare_heads` have.
@@ -287,8 +277,8 @@ ffi::Error ReadHeads(cudaStream_t stream, const Call& operands, float eps, float
            rotation_scale,
            rotates_first,
            gated};
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_keys", operands["keys"], operands["new_keys"]));
-  return PutInPlace(stream, "new_values", operands["values"], operands["new_values"]);
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "keys", "new_keys"));
+  return PutInPlace(stream, operands, "values", "new_values");
 }
 
 HeadsBuffers HeadsBuffersOf(const Call& operands) {
@@ -302,15 +292,6 @@ HeadsBuffers HeadsBuffersOf(const Call& operands) {
           operands.out("new_values")};
 }
 
-// Whether all operands but the qkv are unchanged since the previous kernel.
-bool AreUnchanged(const Call& operands) {
-  const std::initializer_list<std::string_view> names = {"positions", "keys",     "values",
-                                                         "q_weight",  "k_weight", "frequencies"};
-  return std::all_of(names.begin(), names.end(), [&](std::string_view name) {
-    return !operands.has(name) || running_chain.IsUnchanged(RangeOf(operands[name]));
-  });
-}
-
 ffi::Error PrepareHeads(cudaStream_t stream, const Call& operands, float eps, float rotation_scale,
                         bool rotates_first, bool gated) {
   HeadsCall call = {};
@@ -318,12 +299,13 @@ ffi::Error PrepareHeads(cudaStream_t stream, const Call& operands, float eps, fl
       ReadHeads(stream, operands, eps, rotation_scale, rotates_first, gated, &call));
   if (running_chain.fuses) {
     call.starts_next = running_chain.Follows();  // as in AddRmsNorm of cuda_mixer_bindings.cc
-    running_chain.work = InputHeads{call, HeadsBuffersOf(operands), AreUnchanged(operands)};
+    const bool is_unchanged = AreUnchanged(
+        operands, {"positions", "keys", "values", "q_weight", "k_weight", "frequencies"});
+    running_chain.work = InputHeads{call, HeadsBuffersOf(operands), is_unchanged};
     return ffi::Error::Success();
   }
   call.starts_next = running_chain.StartsNext();
-  return FromCuda(LaunchPrepareHeads(stream, call, HeadsBuffersOf(operands)),
-                  "nvfp4_prepare_heads_cuda");
+  return FromCuda(LaunchPrepareHeads(stream, call, HeadsBuffersOf(operands)));
 }
 
 ffi::Error PrepareHeadsFp8(cudaStream_t stream, const Call& operands, float eps,
@@ -337,7 +319,7 @@ ffi::Error PrepareHeadsFp8(cudaStream_t stream, const Call& operands, float eps,
   HeadsBuffers buffers = HeadsBuffersOf(operands);
   buffers.k_scale = operands.in("k_scale");
   buffers.v_scale = operands.in("v_scale");
-  return FromCuda(LaunchPrepareHeads(stream, call, buffers), "nvfp4_prepare_heads_fp8_cuda");
+  return FromCuda(LaunchPrepareHeads(stream, call, buffers));
 }
 
 #define NVFP4_ATTENTION_ATTRIBUTES \
@@ -345,30 +327,26 @@ ffi::Error PrepareHeadsFp8(cudaStream_t stream, const Call& operands, float eps,
 #define NVFP4_HEADS_ATTRIBUTES \
   .Attr<float>("eps").Attr<float>("rotation_scale").Attr<bool>("rotates_first").Attr<bool>("gated")
 
-NVFP4_CUDA_HANDLER(kAttention, kAttentionOperands, Attention, NVFP4_ATTENTION_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kAttentionFp8, kAttentionFp8Operands, AttentionFp8, NVFP4_ATTENTION_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kLatentAttention, kLatentOperands, LatentAttention, NVFP4_ATTENTION_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kPrepareHeads, kHeadsOperands, PrepareHeads, NVFP4_HEADS_ATTRIBUTES);
-NVFP4_CUDA_HANDLER(kPrepareHeadsFp8, kHeadsFp8Operands, PrepareHeadsFp8,
-                   NVFP4_HEADS_ATTRIBUTES.Attr<bool>("multiply_by_reciprocal"));
-NVFP4_CUDA_HANDLER(kPrepareLatents, kLatentsOperands, PrepareLatents,
-                   .Attr<float>("eps").Attr<float>("rotation_scale").Attr<bool>("interleaved"));
-NVFP4_CUDA_HANDLER(kAbsorbQueries, kQueryOperands, AbsorbQueries,
-                   .Attr<float>("rotation_scale").Attr<bool>("interleaved"));
-NVFP4_CUDA_HANDLER(kExpandValues, kValueOperands, ExpandValues, );
-
 }  // namespace
 
 std::vector<NamedHandler> AttentionHandlers() {
   return {
-      {"nvfp4_attention_cuda", kAttention},
-      {"nvfp4_attention_fp8_cuda", kAttentionFp8},
-      {"nvfp4_latent_attention_cuda", kLatentAttention},
-      {"nvfp4_prepare_heads_cuda", kPrepareHeads},
-      {"nvfp4_prepare_heads_fp8_cuda", kPrepareHeadsFp8},
-      {"nvfp4_prepare_latents_cuda", kPrepareLatents},
-      {"nvfp4_absorb_queries_cuda", kAbsorbQueries},
-      {"nvfp4_expand_values_cuda", kExpandValues},
+      NVFP4_CUDA_TARGET("nvfp4_attention_cuda", kAttentionOperands, Attention,
+                        NVFP4_ATTENTION_ATTRIBUTES),
+      NVFP4_CUDA_TARGET("nvfp4_attention_fp8_cuda", kAttentionFp8Operands, AttentionFp8,
+                        NVFP4_ATTENTION_ATTRIBUTES),
+      NVFP4_CUDA_TARGET("nvfp4_latent_attention_cuda", kLatentOperands, LatentAttention,
+                        NVFP4_ATTENTION_ATTRIBUTES),
+      NVFP4_CUDA_TARGET("nvfp4_prepare_heads_cuda", kHeadsOperands, PrepareHeads,
+                        NVFP4_HEADS_ATTRIBUTES),
+      NVFP4_CUDA_TARGET("nvfp4_prepare_heads_fp8_cuda", kHeadsFp8Operands, PrepareHeadsFp8,
+                        NVFP4_HEADS_ATTRIBUTES.Attr<bool>("multiply_by_reciprocal")),
+      NVFP4_CUDA_TARGET(
+          "nvfp4_prepare_latents_cuda", kLatentsOperands, PrepareLatents,
+          .Attr<float>("eps").Attr<float>("rotation_scale").Attr<bool>("interleaved")),
+      NVFP4_CUDA_TARGET("nvfp4_absorb_queries_cuda", kQueryOperands, AbsorbQueries,
+                        .Attr<float>("rotation_scale").Attr<bool>("interleaved")),
+      NVFP4_CUDA_TARGET("nvfp4_expand_values_cuda", kValueOperands, ExpandValues, ),
   };
 }
 

@@ -1,8 +1,11 @@
-// What the handlers of all CUDA targets share: errors of launches, the workspace, pointers.
+// What all CUDA targets share: how a handler runs, the errors of launches, and checks of the
+// workspace and of chains.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -17,74 +20,78 @@ namespace nvfp4 {
 // Kernels copy 16 bytes at a time; see launch.h.
 inline constexpr size_t kAlignment = 16;
 
-inline ffi::Error FromCuda(cudaError_t status, std::string_view what) {
+inline ffi::Error FromCuda(cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   cudaGetLastError();  // otherwise the next call would report this error as its own
-  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
+  return ffi::Error::Internal(cudaGetErrorString(status));
 }
 
-// The body of a handler: reads the operands of `table`, and runs `run` on them.
-template <size_t kSize, typename Run, typename... Values>
-ffi::Error Handle(const Operand (&table)[kSize], const Run& run, cudaStream_t stream,
+// The body of the handler of a target: reads the operands of `table`, and runs `run` on them.
+// Errors of CUDA get the name of the target.
+template <typename Run, typename... Values>
+ffi::Error Handle(std::string_view target, const Table& table, const Run& run, cudaStream_t stream,
                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                   Values... values) {
   Call operands;
   NVFP4_RETURN_IF_ERROR(operands.Read(table, args, rets, kAlignment));
   const ffi::Error error = run(stream, operands, values...);
+  if (error.errc() == ffi::ErrorCode::kInternal) {
+    return ffi::Error::Internal(std::string(target) + ": " + error.message());
+  }
   if (error.failure() || operands.is_checked()) return error;
-  return ffi::Error::Internal("a handler does not check its operands");
+  return ffi::Error::Internal(std::string(target) + " does not check its operands");
 }
 
-// Defines the handler `name` of a target whose operands are those of `table`. `run` gets the
-// stream, the operands, and the attributes, which `attributes` binds, as in `.Attr<float>("eps")`.
+// The target `name`, whose operands are those of `table`. `run` gets the stream, the operands, and
+// the attributes, which `attributes` binds, as in `.Attr<float>("eps")`.
 //
 // kCmdBufferCompatible: handlers only launch kernels, fills and copies, so that a CUDA graph can
 // capture them.
-#define NVFP4_CUDA_HANDLER(name, table, run, attributes)                                           \
-  XLA_FFI_DEFINE_HANDLER(                                                                          \
-      name,                                                                                        \
-      ([](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, auto... values) { \
-        return Handle(table, run, stream, args, rets, values...);                                  \
-      }),                                                                                          \
-      ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets()    \
-          attributes,                                                                              \
-      {ffi::Traits::kCmdBufferCompatible})
+#define NVFP4_CUDA_TARGET(name, table, run, attributes)                                     \
+  NamedHandler {                                                                            \
+    name, +[](XLA_FFI_CallFrame* frame) {                                                   \
+      static constexpr Table kTable(table);                                                 \
+      static auto* const handler =                                                          \
+          ffi::Ffi::Bind()                                                                  \
+              .Ctx<ffi::PlatformStream<cudaStream_t>>()                                     \
+              .RemainingArgs()                                                              \
+              .RemainingRets() attributes                                                   \
+              .To(                                                                          \
+                  [](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, \
+                     auto... values) {                                                      \
+                    return Handle(name, kTable, run, stream, args, rets, values...);        \
+                  },                                                                        \
+                  {ffi::Traits::kCmdBufferCompatible})                                      \
+              .release();                                                                   \
+      return handler->Call(frame);                                                          \
+    }                                                                                       \
+  }
 
-inline ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
-  NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"workspace", workspace}}, kAlignment));
-  return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
+inline ffi::Error ExpectWorkspace(const Call& operands, int64_t bytes) {
+  return Expect({AtLeast("workspace, bytes", operands.size("bytes"), bytes)});
 }
 
-template <typename T>
-const T* Data(ffi::AnyBuffer buffer) {
-  return static_cast<const T*>(buffer.untyped_data());
-}
-
-// Null if the operand was left out.
-template <typename T = float>
-const T* DataOrNull(ffi::AnyBuffer buffer) {
-  return buffer.element_count() == 0 ? nullptr : Data<T>(buffer);
-}
-
-// Puts `operand` where a kernel updates it in place. With input_output_aliases, XLA gives both the
+// Puts an operand where a kernel updates it in place. With input_output_aliases, XLA gives both the
 // same memory, and nothing is copied. Under jax.vmap, JAX runs the call in a loop without aliases.
-inline ffi::Error PutInPlace(cudaStream_t stream, std::string_view what, ffi::AnyBuffer operand,
-                             ffi::AnyBuffer result) {
-  NVFP4_RETURN_IF_ERROR(ExpectType(what, result.element_type(), operand.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, operand.size_bytes(), result.size_bytes()));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, result.size_bytes(), operand.size_bytes()));
-  if (operand.untyped_data() == result.untyped_data()) return ffi::Error::Success();
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{what, result}}, kAlignment));
-  return FromCuda(cudaMemcpyAsync(result.untyped_data(), operand.untyped_data(),
-                                  operand.size_bytes(), cudaMemcpyDeviceToDevice, stream),
-                  "cudaMemcpyAsync");
+inline ffi::Error PutInPlace(cudaStream_t stream, const Call& operands, std::string_view operand,
+                             std::string_view result) {
+  const void* source = operands.in<void>(operand);
+  if (source == operands.out(result)) return ffi::Error::Success();
+  return FromCuda(cudaMemcpyAsync(operands.out(result), source, operands[operand].size_bytes(),
+                                  cudaMemcpyDeviceToDevice, stream));
 }
 
 // The addresses of an operand.
 inline ByteRange RangeOf(const ffi::AnyBuffer& buffer) {
   const auto* data = static_cast<const char*>(buffer.untyped_data());
   return {data, data + buffer.size_bytes()};
+}
+
+// Whether these operands, as far as they are given, are unchanged since the previous kernel.
+inline bool AreUnchanged(const Call& operands, std::initializer_list<std::string_view> names) {
+  return std::all_of(names.begin(), names.end(), [&](std::string_view name) {
+    return !operands.has(name) || running_chain.IsUnchanged(RangeOf(operands[name]));
+  });
 }
 
 // Checks a norm that the preceding call has left to the call that reads its result as x.

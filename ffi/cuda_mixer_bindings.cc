@@ -1,7 +1,6 @@
 // The targets of norms, plain linear layers and gates: their operands (operands.h), and the
 // handlers, which fill the structures of launch.h and launch kernels.
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -32,9 +31,9 @@ ffi::Error AddRmsNorm(cudaStream_t stream, const Call& operands, float eps) {
   NormCall call = {operands.size("rows"), operands.size("h"), operands.type("x"),
                    operands.type("weight"), eps};
   const ffi::AnyBuffer added = operands["added"];
-  const int64_t rows = added.dimensions()[0], columns = added.dimensions()[1];
   NVFP4_RETURN_IF_ERROR(operands.Check(
       {AtMost("rows (x)", call.rows, kMaxRows), AtMost("h (x)", call.h, kMaxExtent)}));
+  const int64_t rows = added.dimensions()[0], columns = added.dimensions()[1];
   NVFP4_RETURN_IF_ERROR(ExpectDims("sum [rows, h]", operands["sum"].dimensions(), {rows, columns}));
   const NormBuffers buffers = {operands.in<void>("x"), operands.in_or_null<void>("added"),
                                operands.in<void>("weight"), operands.out("sum"), operands.out("y")};
@@ -57,7 +56,7 @@ ffi::Error AddRmsNorm(cudaStream_t stream, const Call& operands, float eps) {
                              : linear_gated
                                  ? LaunchAddGatedRmsNorm(stream, call, buffers, *linear_gated)
                                  : LaunchAddRmsNorm(stream, call, buffers);
-  return FromCuda(status, "nvfp4_add_rms_norm_cuda");
+  return FromCuda(status);
 }
 
 constexpr Operand kDenseOperands[] = {
@@ -111,7 +110,7 @@ ffi::Error DenseFew(cudaStream_t stream, const Call& operands) {
     NVFP4_RETURN_IF_ERROR(CheckInputNorm(*norm, operands["x"]));
     buffers.norm = &*norm;
   }
-  return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_few_cuda");
+  return FromCuda(LaunchDenseFew(stream, call, buffers));
 }
 
 ffi::Error DenseFp8Few(cudaStream_t stream, const Call& operands) {
@@ -138,7 +137,7 @@ ffi::Error DenseFp8Few(cudaStream_t stream, const Call& operands) {
                                    operands.in("weight_scale"),
                                    operands.in_or_null("row_scale"),
                                    operands.in_or_null<void>("bias")};
-  return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_fp8_few_cuda");
+  return FromCuda(LaunchDenseFew(stream, call, buffers));
 }
 
 constexpr Operand kActivateOperands[] = {
@@ -162,7 +161,7 @@ ffi::Error Activate(cudaStream_t stream, const Call& operands, std::string_view 
                                         AtMost("rows i (y)", call.rows * call.columns, kMaxRows)}));
   call.gate_up = operands.in<void>("gate_up");
   call.y = operands.out("y");
-  return FromCuda(LaunchActivate(stream, call), "nvfp4_activate_cuda");
+  return FromCuda(LaunchActivate(stream, call));
 }
 
 constexpr Operand kGatedOperands[] = {
@@ -205,7 +204,7 @@ ffi::Error AddGated(cudaStream_t stream, const Call& operands) {
     running_chain.work = call;
     return ffi::Error::Success();
   }
-  return FromCuda(LaunchAddGated(stream, call), "nvfp4_add_gated_cuda");
+  return FromCuda(LaunchAddGated(stream, call));
 }
 
 ffi::Error AddLinearGated(cudaStream_t stream, const Call& operands) {
@@ -219,7 +218,7 @@ ffi::Error AddLinearGated(cudaStream_t stream, const Call& operands) {
     running_chain.work = call;
     return ffi::Error::Success();
   }
-  return FromCuda(LaunchAddLinearGated(stream, call), "nvfp4_add_linear_gated_cuda");
+  return FromCuda(LaunchAddLinearGated(stream, call));
 }
 
 constexpr Operand kGateHeadsOperands[] = {
@@ -246,29 +245,24 @@ ffi::Error GateHeads(cudaStream_t stream, const Call& operands) {
   call.x = operands.in<void>("x");
   call.gates = operands.in<void>("gates");
   call.y = operands.out("y");
-  return FromCuda(LaunchGateHeads(stream, call), "nvfp4_gate_heads_cuda");
+  return FromCuda(LaunchGateHeads(stream, call));
 }
-
-NVFP4_CUDA_HANDLER(kAddRmsNorm, kNormOperands, AddRmsNorm, .Attr<float>("eps"));
-NVFP4_CUDA_HANDLER(kDenseFew, kDenseOperands, DenseFew, );
-NVFP4_CUDA_HANDLER(kDenseFp8Few, kDenseFp8Operands, DenseFp8Few, );
-NVFP4_CUDA_HANDLER(kActivate, kActivateOperands, Activate,
-                   .Attr<std::string_view>("activation")
-                       .Attr<float>("alpha")
-                       .Attr<float>("beta")
-                       .Attr<float>("limit"));
-NVFP4_CUDA_HANDLER(kAddGated, kGatedOperands, AddGated, );
-NVFP4_CUDA_HANDLER(kAddLinearGated, kLinearGatedOperands, AddLinearGated, );
-NVFP4_CUDA_HANDLER(kGateHeads, kGateHeadsOperands, GateHeads, );
 
 }  // namespace
 
 std::vector<NamedHandler> MixerHandlers() {
   return {
-      {"nvfp4_add_rms_norm_cuda", kAddRmsNorm},   {"nvfp4_dense_few_cuda", kDenseFew},
-      {"nvfp4_dense_fp8_few_cuda", kDenseFp8Few}, {"nvfp4_activate_cuda", kActivate},
-      {"nvfp4_add_gated_cuda", kAddGated},        {"nvfp4_add_linear_gated_cuda", kAddLinearGated},
-      {"nvfp4_gate_heads_cuda", kGateHeads},
+      NVFP4_CUDA_TARGET("nvfp4_add_rms_norm_cuda", kNormOperands, AddRmsNorm, .Attr<float>("eps")),
+      NVFP4_CUDA_TARGET("nvfp4_dense_few_cuda", kDenseOperands, DenseFew, ),
+      NVFP4_CUDA_TARGET("nvfp4_dense_fp8_few_cuda", kDenseFp8Operands, DenseFp8Few, ),
+      NVFP4_CUDA_TARGET("nvfp4_activate_cuda", kActivateOperands, Activate,
+                        .Attr<std::string_view>("activation")
+                            .Attr<float>("alpha")
+                            .Attr<float>("beta")
+                            .Attr<float>("limit")),
+      NVFP4_CUDA_TARGET("nvfp4_add_gated_cuda", kGatedOperands, AddGated, ),
+      NVFP4_CUDA_TARGET("nvfp4_add_linear_gated_cuda", kLinearGatedOperands, AddLinearGated, ),
+      NVFP4_CUDA_TARGET("nvfp4_gate_heads_cuda", kGateHeadsOperands, GateHeads, ),
   };
 }
 

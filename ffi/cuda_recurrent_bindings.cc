@@ -1,6 +1,5 @@
 // The targets of recurrent mixers: their operands (operands.h), and the handlers, which fill the
 // structures of launch.h and launch kernels.
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
@@ -24,12 +23,9 @@ namespace {
 // previous kernel: the inputs, the state and the operands `others`. The inputs and the state must
 // be in place, so that no copy writes them first.
 bool StateIsUnchanged(const Call& operands, std::initializer_list<std::string_view> others) {
-  const auto is_unchanged = [&](std::string_view name) {
-    return !operands.has(name) || running_chain.IsUnchanged(RangeOf(operands[name]));
-  };
   return operands.in<void>("inputs") == operands.in<void>("new_inputs") &&
-         operands.in<void>("state") == operands.in<void>("new_state") && is_unchanged("inputs") &&
-         is_unchanged("state") && std::all_of(others.begin(), others.end(), is_unchanged);
+         operands.in<void>("state") == operands.in<void>("new_state") &&
+         AreUnchanged(operands, {"inputs", "state"}) && AreUnchanged(operands, others);
 }
 
 // Checks what all steps have. A row of `projected` has `numbers` numbers.
@@ -43,9 +39,8 @@ ffi::Error CheckStep(const Call& operands, int64_t numbers) {
 }
 
 ffi::Error PutStateInPlace(cudaStream_t stream, const Call& operands) {
-  NVFP4_RETURN_IF_ERROR(
-      PutInPlace(stream, "new_inputs", operands["inputs"], operands["new_inputs"]));
-  return PutInPlace(stream, "new_state", operands["state"], operands["new_state"]);
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "inputs", "new_inputs"));
+  return PutInPlace(stream, operands, "state", "new_state");
 }
 
 // Fills what both steps of a delta net have, from the sizes of the state.
@@ -110,7 +105,7 @@ ffi::Error DeltaStep(cudaStream_t stream, const Call& operands, bool interleaved
   call.interleaved = interleaved;
   const DeltaStepBuffers buffers = DeltaBuffersOf(operands);
   NVFP4_RETURN_IF_ERROR(PutStateInPlace(stream, operands));
-  return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_delta_step_cuda");
+  return FromCuda(LaunchDeltaStep(stream, call, buffers));
 }
 
 constexpr Operand kKimiStepOperands[] = {
@@ -149,7 +144,7 @@ ffi::Error KimiDeltaStep(cudaStream_t stream, const Call& operands, float lower_
   buffers.decays = operands.in<void>("decays");
   buffers.gates = operands.in<void>("gates");
   NVFP4_RETURN_IF_ERROR(PutStateInPlace(stream, operands));
-  return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_kimi_delta_step_cuda");
+  return FromCuda(LaunchDeltaStep(stream, call, buffers));
 }
 
 constexpr Operand kDeltaRuleOperands[] = {
@@ -192,7 +187,7 @@ ffi::Error DeltaRule(cudaStream_t stream, const Call& operands, bool normalize) 
                               normalize,
                               1.0f / std::sqrt(static_cast<float>(d)),
                               channel_decays};
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands["workspace"], DeltaRuleWorkspaceBytes(call)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, DeltaRuleWorkspaceBytes(call)));
   const DeltaRuleBuffers buffers = {operands.in("q"),
                                     operands.in("k"),
                                     operands.in("v"),
@@ -202,8 +197,8 @@ ffi::Error DeltaRule(cudaStream_t stream, const Call& operands, bool normalize) 
                                     operands.out<float>("new_state"),
                                     operands.out<float>("y"),
                                     operands.out("workspace")};
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", operands["state"], operands["new_state"]));
-  return FromCuda(LaunchDeltaRule(stream, call, buffers), "nvfp4_delta_rule_cuda");
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "state", "new_state"));
+  return FromCuda(LaunchDeltaRule(stream, call, buffers));
 }
 
 constexpr Operand kConvolutionOperands[] = {
@@ -262,9 +257,8 @@ ffi::Error CausalConvolution(cudaStream_t stream, const Call& operands,
       operands.Check({AtMost("first", first, n), MultipleOf("stride", stride, kConvolutionFactor),
                       AtLeast("stride", stride, width), AtMost("stride", stride, n),
                       AtMost("first + heads * stride", first + heads * stride, n)}));
-  NVFP4_RETURN_IF_ERROR(
-      PutInPlace(stream, "new_inputs", operands["inputs"], operands["new_inputs"]));
-  return FromCuda(LaunchConvolution(stream, call, buffers), "nvfp4_causal_convolution_cuda");
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "inputs", "new_inputs"));
+  return FromCuda(LaunchConvolution(stream, call, buffers));
 }
 
 constexpr Operand kMamba2StepOperands[] = {
@@ -303,7 +297,7 @@ ffi::Error Mamba2Step(cudaStream_t stream, const Call& operands, std::string_vie
                                    {channels, operands.size("taps")}));
   NVFP4_RETURN_IF_ERROR(operands.Check());
   NVFP4_RETURN_IF_ERROR(CheckStep(operands, inner + channels + heads));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands["workspace"], 4 * operands.size("b") * inner));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, 4 * operands.size("b") * inner));
   const Mamba2StepCall call = {operands.size("b"),
                                static_cast<int32_t>(heads),
                                static_cast<int32_t>(groups),
@@ -330,7 +324,7 @@ ffi::Error Mamba2Step(cudaStream_t stream, const Call& operands, std::string_vie
                                      operands.out("y"),
                                      operands.out<float>("workspace")};
   NVFP4_RETURN_IF_ERROR(PutStateInPlace(stream, operands));
-  return FromCuda(LaunchMamba2Step(stream, call, buffers), "nvfp4_mamba2_step_cuda");
+  return FromCuda(LaunchMamba2Step(stream, call, buffers));
 }
 
 constexpr Operand kMamba2ScanOperands[] = {
@@ -361,7 +355,7 @@ ffi::Error Mamba2Scan(cudaStream_t stream, const Call& operands) {
                                static_cast<int32_t>(groups),
                                static_cast<int32_t>(p),
                                static_cast<int32_t>(n)};
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands["workspace"], Mamba2ScanWorkspaceBytes(call)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, Mamba2ScanWorkspaceBytes(call)));
   const Mamba2ScanBuffers buffers = {operands.in("x"),
                                      operands.in("dt"),
                                      operands.in("a"),
@@ -372,40 +366,34 @@ ffi::Error Mamba2Scan(cudaStream_t stream, const Call& operands) {
                                      operands.out<float>("new_state"),
                                      operands.out<float>("y"),
                                      operands.out("workspace")};
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", operands["state"], operands["new_state"]));
-  return FromCuda(LaunchMamba2Scan(stream, call, buffers), "nvfp4_mamba2_scan_cuda");
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, operands, "state", "new_state"));
+  return FromCuda(LaunchMamba2Scan(stream, call, buffers));
 }
-
-NVFP4_CUDA_HANDLER(kDeltaStep, kDeltaStepOperands, DeltaStep,
-                   .Attr<bool>("interleaved").Attr<float>("eps"));
-NVFP4_CUDA_HANDLER(kKimiDeltaStep, kKimiStepOperands, KimiDeltaStep,
-                   .Attr<float>("lower_bound").Attr<float>("eps"));
-NVFP4_CUDA_HANDLER(kDeltaRule, kDeltaRuleOperands, DeltaRule, .Attr<bool>("normalize"));
-NVFP4_CUDA_HANDLER(kCausalConvolution, kConvolutionOperands, CausalConvolution,
-                   .Attr<ffi::Span<const int64_t>>("widths")
-                       .Attr<int64_t>("first")
-                       .Attr<int64_t>("heads")
-                       .Attr<int64_t>("stride"));
-NVFP4_CUDA_HANDLER(kMamba2Step, kMamba2StepOperands, Mamba2Step,
-                   .Attr<std::string_view>("activation")
-                       .Attr<float>("alpha")
-                       .Attr<float>("limit")
-                       .Attr<int64_t>("groups")
-                       .Attr<float>("smallest_step")
-                       .Attr<float>("largest_step")
-                       .Attr<float>("eps"));
-NVFP4_CUDA_HANDLER(kMamba2Scan, kMamba2ScanOperands, Mamba2Scan, );
 
 }  // namespace
 
 std::vector<NamedHandler> RecurrentHandlers() {
   return {
-      {"nvfp4_delta_step_cuda", kDeltaStep},
-      {"nvfp4_kimi_delta_step_cuda", kKimiDeltaStep},
-      {"nvfp4_mamba2_step_cuda", kMamba2Step},
-      {"nvfp4_delta_rule_cuda", kDeltaRule},
-      {"nvfp4_mamba2_scan_cuda", kMamba2Scan},
-      {"nvfp4_causal_convolution_cuda", kCausalConvolution},
+      NVFP4_CUDA_TARGET("nvfp4_delta_step_cuda", kDeltaStepOperands, DeltaStep,
+                        .Attr<bool>("interleaved").Attr<float>("eps")),
+      NVFP4_CUDA_TARGET("nvfp4_kimi_delta_step_cuda", kKimiStepOperands, KimiDeltaStep,
+                        .Attr<float>("lower_bound").Attr<float>("eps")),
+      NVFP4_CUDA_TARGET("nvfp4_mamba2_step_cuda", kMamba2StepOperands, Mamba2Step,
+                        .Attr<std::string_view>("activation")
+                            .Attr<float>("alpha")
+                            .Attr<float>("limit")
+                            .Attr<int64_t>("groups")
+                            .Attr<float>("smallest_step")
+                            .Attr<float>("largest_step")
+                            .Attr<float>("eps")),
+      NVFP4_CUDA_TARGET("nvfp4_delta_rule_cuda", kDeltaRuleOperands, DeltaRule,
+                        .Attr<bool>("normalize")),
+      NVFP4_CUDA_TARGET("nvfp4_mamba2_scan_cuda", kMamba2ScanOperands, Mamba2Scan, ),
+      NVFP4_CUDA_TARGET("nvfp4_causal_convolution_cuda", kConvolutionOperands, CausalConvolution,
+                        .Attr<ffi::Span<const int64_t>>("widths")
+                            .Attr<int64_t>("first")
+                            .Attr<int64_t>("heads")
+                            .Attr<int64_t>("stride")),
   };
 }
 

@@ -12,17 +12,17 @@
 //
 // A letter stands for a size. Rows that have a letter or a word alone as a dimension give it its
 // value, the first one first, unless they may be left out ("or [0]"). A dimension may also be a sum
-// of products, as in "2 m d + e" and "k/2".
+// of products, as in "2 m d + e" and "k/2". If an attribute says a size, the handler sets its
+// letter (Call::Set).
 #pragma once
 
 #include <algorithm>
-#include <cctype>
 #include <cstdint>
 #include <cstdlib>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -58,17 +58,67 @@ enum Role {
   kResult = 1,
   kGivesSizes = 2,  // gives letters their values before other rows do
   kLetter = 4,      // no operand, but a letter: the sum of products that `dims` is
+  kInTiles = 8,     // the last two dimensions are padded to whole tiles (Call::SetTile)
 };
 
+// What a layout pads the last two dimensions of a matrix to. Both are powers of two.
+struct Tile {
+  int64_t rows, columns;
+};
+
+// `multiple` is a power of two.
+constexpr int64_t RoundUp(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) & -multiple;
+}
+
+constexpr bool IsDigit(char c) { return c >= '0' && c <= '9'; }
 constexpr bool IsLetter(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
 }
 
+// The length of the letter or the word with which `text` begins, as in "k" and "n1"; 0 for none.
+constexpr size_t WordLength(std::string_view text) {
+  size_t length = 0;
+  while (length < text.size() &&
+         (IsLetter(text[length]) || (length > 0 && IsDigit(text[length])))) {
+    ++length;
+  }
+  return length;
+}
+
+// The number that `text` is; 0 if it is none.
+constexpr int64_t NumberOf(std::string_view text) {
+  int64_t number = 0;
+  for (const char c : text) {
+    if (!IsDigit(c)) return 0;
+    number = 10 * number + c - '0';
+  }
+  return number;
+}
+
+// One dimension. Most of them are a word, or a word over a power of two.
+struct Dim {
+  std::string_view text;  // the word, or the whole sum of products
+  bool is_word = false;
+  int shift = 0;  // by which the size of the word is shifted to the right
+
+  constexpr Dim() = default;
+  constexpr explicit Dim(std::string_view sum) : text(sum) {
+    const size_t length = WordLength(sum);
+    if (length == 0) return;
+    const int64_t divisor = length == sum.size() ? 1
+                            : sum[length] == '/' ? NumberOf(sum.substr(length + 1))
+                                                 : 0;
+    while ((int64_t{1} << shift) < divisor) ++shift;
+    is_word = divisor == int64_t{1} << shift;
+    if (is_word) text = sum.substr(0, length);
+  }
+};
+
 // The dimensions in one pair of brackets: what stands between commas.
 struct Dims {
   static constexpr size_t kMost = 8;
-  std::string_view at[kMost] = {};
-  bool alone[kMost] = {};  // whether a dimension is a letter or a word and nothing else
+  Dim at[kMost] = {};
   size_t count = 0;
 
   constexpr Dims() = default;
@@ -78,10 +128,7 @@ struct Dims {
     while (!text.empty()) {
       const size_t comma = text.find(", ");
       const size_t end = comma < text.size() ? comma : text.size();
-      at[count] = text.substr(0, end);
-      alone[count] = true;
-      for (const char c : at[count]) alone[count] = alone[count] && IsLetter(c);
-      ++count;
+      at[count++] = Dim(text.substr(0, end));
       text.remove_prefix(end + 2 < text.size() ? end + 2 : text.size());
     }
   }
@@ -92,8 +139,8 @@ struct Operand {
   TypeRule type;
   std::string_view dims;  // empty if the handler checks them itself
   int role;               // flags of Role
-  Dims parts;             // of `dims`; read by the compiler, since calls are many
-  Dims empty;             // those behind "or", all of them 0; none if it may not be left out
+  Dims parts;             // of `dims`, for an operand that is given
+  size_t empty_rank;      // of an operand that is left out; 0 if it may not be
 
   constexpr Operand(std::string_view name, TypeRule type, std::string_view dims,
                     int role = kOperand)
@@ -102,108 +149,152 @@ struct Operand {
         dims(dims),
         role(role),
         parts((role & kLetter) != 0 ? Dims() : Dims(dims)),
-        empty(dims.find(" or [") < dims.size() ? Dims(dims.substr(dims.find(" or [") + 4))
-                                               : Dims()) {}
+        empty_rank(dims.find(" or [") < dims.size()
+                       ? Dims(dims.substr(dims.find(" or [") + 4)).count
+                       : 0) {}
+
+  // Whether dimension `i` may be larger than what the table says.
+  constexpr bool IsPadded(size_t i) const { return (role & kInTiles) != 0 && i + 2 >= parts.count; }
 };
 
-// A limit of a size or of an attribute.
-struct Limit {
-  enum Kind { kLeast, kMost, kFactor } kind;
-  std::string_view what;
-  int64_t got, bound;
+// A letter of a table, and which row gives it its value: by its dimension `dim`, or as the sum that
+// the letter is.
+struct Letter {
+  std::string_view name;
+  const Operand* row = nullptr;  // null if the handler sets the value
+  size_t place = 0;              // of the buffer of this row
+  size_t dim = 0;
 };
 
-constexpr Limit AtLeast(std::string_view what, int64_t got, int64_t least) {
-  return {Limit::kLeast, what, got, least};
-}
-constexpr Limit AtMost(std::string_view what, int64_t got, int64_t most) {
-  return {Limit::kMost, what, got, most};
-}
-constexpr Limit MultipleOf(std::string_view what, int64_t got, int64_t factor) {
-  return {Limit::kFactor, what, got, factor};
-}
+// A table as calls read it. The compiler makes it, since calls are many.
+struct Table {
+  static constexpr size_t kMostRows = 16, kMostLetters = 16, kNoLetter = kMostLetters;
 
-// Returns an error for the first limit that is not kept.
-inline ffi::Error Expect(std::initializer_list<Limit> limits) {
-  for (const Limit& limit : limits) {
-    const auto expect = limit.kind == Limit::kLeast  ? ExpectAtLeast
-                        : limit.kind == Limit::kMost ? ExpectAtMost
-                                                     : ExpectMultipleOf;
-    NVFP4_RETURN_IF_ERROR(expect(limit.what, limit.got, limit.bound));
+  size_t operands = 0, results = 0;
+  const Operand* rows[kMostRows] = {};            // of the operands, then of the results
+  size_t letter_of[kMostRows][Dims::kMost] = {};  // kNoLetter for a sum of products
+  size_t num_letters = 0;
+  Letter letters[kMostLetters] = {};
+
+  template <size_t kSize>
+  constexpr explicit Table(const Operand (&table)[kSize]) {
+    for (const Role role : {kOperand, kResult}) {
+      for (const Operand& row : table) {
+        if ((row.role & kLetter) != 0 || (row.role & kResult) != role) continue;
+        rows[size()] = &row;
+        ++(role == kResult ? results : operands);
+      }
+    }
+    BindLetters(kGivesSizes);
+    for (const Operand& row : table) {
+      if ((row.role & kLetter) != 0) letters[num_letters++] = {row.name, &row};
+    }
+    BindLetters(0);
+    for (size_t place = 0; place < size(); ++place) {
+      for (size_t i = 0; i < rows[place]->parts.count; ++i) {
+        const Dim& dim = rows[place]->parts.at[i];
+        size_t& letter = letter_of[place][i];
+        letter = dim.is_word ? Find(dim.text) : kNoLetter;
+        if (letter == num_letters) letters[num_letters++] = {dim.text};
+      }
+    }
   }
-  return ffi::Error::Success();
-}
+
+  constexpr size_t size() const { return operands + results; }
+
+  // The place of a letter, or the number of letters.
+  constexpr size_t Find(std::string_view name) const {
+    size_t at = 0;
+    while (at < num_letters && letters[at].name != name) ++at;
+    return at;
+  }
+
+ private:
+  constexpr void BindLetters(int giving) {
+    for (size_t place = 0; place < size(); ++place) {
+      const Operand& row = *rows[place];
+      if ((row.role & kGivesSizes) != giving || row.empty_rank > 0) continue;
+      for (size_t i = 0; i < row.parts.count; ++i) {
+        const Dim& dim = row.parts.at[i];
+        const bool is_alone = dim.is_word && dim.shift == 0 && !row.IsPadded(i);
+        if (!is_alone || Find(dim.text) < num_letters) continue;
+        letters[num_letters++] = {dim.text, &row, place, i};
+      }
+    }
+  }
+};
 
 // One call of a target: its buffers by name, and its sizes by letter.
 class Call {
  public:
   // Reads the buffers, checks their types, and gives the letters their values. Buffers start at
   // multiples of `alignment` bytes.
-  template <size_t kSize>
-  ffi::Error Read(const Operand (&table)[kSize], const ffi::RemainingArgs& args,
+  ffi::Error Read(const Table& table, const ffi::RemainingArgs& args,
                   const ffi::RemainingRets& rets, size_t alignment) {
+    table_ = &table;
     alignment_ = alignment;
-    size_t operands = 0, results = 0;
-    for (const Operand& row : table) {
-      if ((row.role & kLetter) == 0) ++((row.role & kResult) != 0 ? results : operands);
+    if (args.size() != table.operands || rets.size() != table.results) {
+      return Expected("call", Counts(table.operands, table.results),
+                      Counts(args.size(), rets.size()));
     }
-    if (args.size() != operands || rets.size() != results) {
-      return Expected("call", Counts(operands, results), Counts(args.size(), rets.size()));
+    for (size_t i = 0; i < table.operands; ++i) {
+      auto operand = args.get<ffi::AnyBuffer>(i);
+      if (operand.has_error()) return operand.error();
+      buffers_[i] = operand.value();
     }
-    operands = results = 0;
-    rows_.reserve(kSize);
-    sizes_.reserve(2 * kSize);
-    for (const Operand& row : table) {
-      if ((row.role & kLetter) != 0) {
-        letters_.push_back(&row);
-      } else if ((row.role & kResult) != 0) {
-        auto result = rets.get<ffi::AnyBuffer>(results++);
-        if (result.has_error()) return result.error();
-        rows_.push_back({&row, *result.value()});
-      } else {
-        auto operand = args.get<ffi::AnyBuffer>(operands++);
-        if (operand.has_error()) return operand.error();
-        rows_.push_back({&row, operand.value()});
-      }
+    for (size_t i = 0; i < table.results; ++i) {
+      auto result = rets.get<ffi::AnyBuffer>(i);
+      if (result.has_error()) return result.error();
+      buffers_[table.operands + i] = *result.value();
     }
     // A row whose type is that of another one comes after that one.
     for (const bool depends : {false, true}) {
-      for (const Row& row : rows_) {
-        if (row.operand->type.name.empty() != depends) NVFP4_RETURN_IF_ERROR(CheckType(row));
+      for (size_t place = 0; place < table.size(); ++place) {
+        if (table.rows[place]->type.name.empty() == depends) continue;
+        if (!HasType(place)) return WrongType(place);
       }
     }
-    NVFP4_RETURN_IF_ERROR(BindLetters(kGivesSizes));
-    for (const Operand* letter : letters_) {
-      sizes_.emplace_back(letter->name, Evaluate(letter->dims));
+    // A wrong number of dimensions is an error here only if a letter has no value because of it.
+    // Check reports others, and knows all letters.
+    for (size_t i = 0; i < table.num_letters; ++i) {
+      if (BindLetter(i)) continue;
+      const Letter& letter = table.letters[i];
+      return Expected(Name(*letter.row), std::to_string(letter.row->parts.count) + " dimensions",
+                      DimsText(buffers_[letter.place]->dimensions()));
     }
-    return BindLetters(0);
+    return ffi::Error::Success();
   }
+
+  // Gives a letter the value that an attribute says, also if a row has given it another one.
+  void Set(std::string_view letter, int64_t value) { Bind(table_->Find(letter), value); }
+
+  // Says to what rows of kInTiles are padded. Without it, they are not padded.
+  void SetTile(Tile tile) { tile_ = tile; }
 
   // Checks `limits`, then the dimensions of all buffers and where they start.
   ffi::Error Check(std::initializer_list<Limit> limits = {}) const {
     NVFP4_RETURN_IF_ERROR(Expect(limits));
-    for (const Row& row : rows_) NVFP4_RETURN_IF_ERROR(CheckDims(row));
-    for (const Row& row : rows_) {
-      NVFP4_RETURN_IF_ERROR(ExpectAligned({{row.operand->name, row.buffer}}, alignment_));
+    for (size_t place = 0; place < table_->size(); ++place) {
+      if (!IsLeftOut(place) && !HasDims(place)) return WrongDims(place);
+    }
+    for (size_t place = 0; place < table_->size(); ++place) {
+      if (!IsAligned(place)) return Misaligned(place);
     }
     is_checked_ = true;
     return ffi::Error::Success();
   }
 
+  // Expects an operand that other calls may leave out.
+  ffi::Error ExpectGiven(std::string_view name) const {
+    const size_t place = PlaceOf(name);
+    return HasDims(place) ? ffi::Error::Success() : WrongDims(place);
+  }
+
   bool is_checked() const { return is_checked_; }
 
-  ffi::AnyBuffer operator[](std::string_view name) const {
-    for (const Row& row : rows_) {
-      if (row.operand->name == name) return row.buffer;
-    }
-    std::abort();  // the table of this target has no such row
-  }
+  ffi::AnyBuffer operator[](std::string_view name) const { return *buffers_[PlaceOf(name)]; }
 
-  int64_t size(std::string_view letter) const {
-    const int64_t* value = Find(letter);
-    if (value == nullptr) std::abort();  // no row has this letter alone
-    return *value;
-  }
+  int64_t size(std::string_view letter) const { return SizeOf(table_->Find(letter)); }
   int32_t size32(std::string_view letter) const { return static_cast<int32_t>(size(letter)); }
 
   // The type of an operand whose rule is kActivation, kHalf, or another float type.
@@ -229,7 +320,8 @@ class Call {
   // Null if the operand was left out.
   template <typename T = float>
   const T* in_or_null(std::string_view name) const {
-    return has(name) ? in<T>(name) : nullptr;
+    const ffi::AnyBuffer buffer = (*this)[name];
+    return buffer.element_count() > 0 ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
   }
   template <typename T = void>
   T* out(std::string_view name) const {
@@ -237,91 +329,147 @@ class Call {
   }
 
  private:
-  struct Row {
-    const Operand* operand;
-    ffi::AnyBuffer buffer;
-  };
+  size_t PlaceOf(std::string_view name) const {
+    for (size_t place = 0; place < table_->size(); ++place) {
+      if (table_->rows[place]->name == name) return place;
+    }
+    std::abort();  // the table of this target has no such row
+  }
+
+  int64_t SizeOf(size_t letter) const {
+    const bool is_known = letter < table_->num_letters && is_known_[letter];
+    if (!is_known) std::abort();  // nothing gives this letter a value
+    return sizes_[letter];
+  }
 
   static std::string Counts(size_t operands, size_t results) {
     return std::to_string(operands) + " operands and " + std::to_string(results) + " results";
   }
 
-  ffi::Error BindLetters(int giving) {
-    for (const Row& row : rows_) {
-      if ((row.operand->role & kGivesSizes) == giving) NVFP4_RETURN_IF_ERROR(BindLetters(row));
-    }
-    return ffi::Error::Success();
+  void Bind(size_t letter, int64_t value) {
+    if (letter >= table_->num_letters) std::abort();  // the table of this target has no such letter
+    sizes_[letter] = value;
+    is_known_[letter] = true;
   }
 
-  ffi::Error CheckType(const Row& row) const {
-    const TypeRule& rule = row.operand->type;
-    const ffi::DataType got = row.buffer.element_type();
+  // Returns false if the row that gives the letter its value has not so many dimensions.
+  bool BindLetter(size_t at) {
+    const Letter& letter = table_->letters[at];
+    if (letter.row == nullptr) return true;
+    if ((letter.row->role & kLetter) != 0) {
+      Bind(at, Evaluate(letter.row->dims));
+      return true;
+    }
+    const ffi::Span<const int64_t> got = buffers_[letter.place]->dimensions();
+    if (got.size() != letter.row->parts.count) return false;
+    Bind(at, got[letter.dim]);
+    return true;
+  }
+
+  bool HasType(size_t place) const {
+    const TypeRule& rule = table_->rows[place]->type;
+    const ffi::DataType got = buffers_[place]->element_type();
     const bool half = got == ffi::BF16 || got == ffi::F16, f32 = got == ffi::F32;
     switch (rule.kind) {
       case TypeRule::kExactly:
-        return ExpectType(row.operand->name, got, rule.type);
+        return got == rule.type;
       case TypeRule::kActivation:
-        if (half || f32) return ffi::Error::Success();
-        return Expected(row.operand->name, "bfloat16, float16 or float32", TypeText(got));
+        return half || f32;
       case TypeRule::kHalf:
-        if (half) return ffi::Error::Success();
-        return Expected(row.operand->name, "bfloat16 or float16", TypeText(got));
+        return half;
       case TypeRule::kLike:
-        return ExpectType(row.operand->name, got, (*this)[rule.name].element_type());
+        return got == (*this)[rule.name].element_type();
       case TypeRule::kFloatOrLike:
-        if (f32 || got == (*this)[rule.name].element_type()) return ffi::Error::Success();
-        return Expected(row.operand->name,
-                        TypeText((*this)[rule.name].element_type()) + " or float32", TypeText(got));
+        return f32 || got == (*this)[rule.name].element_type();
       default:
-        return ffi::Error::Success();
+        return true;
     }
   }
 
-  static bool IsLeftOut(const Row& row) {
-    const size_t empty = row.operand->empty.count;
-    const ffi::Span<const int64_t> got = row.buffer.dimensions();
-    return empty > 0 && got.size() == empty &&
+  std::string TypesText(const TypeRule& rule) const {
+    switch (rule.kind) {
+      case TypeRule::kActivation:
+        return "bfloat16, float16 or float32";
+      case TypeRule::kHalf:
+        return "bfloat16 or float16";
+      case TypeRule::kLike:
+        return TypeText((*this)[rule.name].element_type());
+      case TypeRule::kFloatOrLike:
+        return TypeText((*this)[rule.name].element_type()) + " or float32";
+      default:
+        return TypeText(rule.type);
+    }
+  }
+
+  ffi::Error WrongType(size_t place) const {
+    const Operand& row = *table_->rows[place];
+    return Expected(row.name, TypesText(row.type), TypeText(buffers_[place]->element_type()));
+  }
+
+  bool IsLeftOut(size_t place) const {
+    const size_t rank = table_->rows[place]->empty_rank;
+    if (rank == 0) return false;
+    const ffi::Span<const int64_t> got = buffers_[place]->dimensions();
+    return got.size() == rank &&
            std::all_of(got.begin(), got.end(), [](int64_t dim) { return dim == 0; });
   }
 
-  static std::string Name(const Row& row) {
-    const std::string_view dims = row.operand->dims;
-    return std::string(row.operand->name) + " " + std::string(dims.substr(0, dims.find(']') + 1));
+  std::string Name(const Operand& row) const {
+    const std::string name =
+        std::string(row.name) + " " + std::string(row.dims.substr(0, row.dims.find(']') + 1));
+    if ((row.role & kInTiles) == 0 || tile_.rows * tile_.columns == 1) return name;
+    return name + " in tiles of " + std::to_string(tile_.rows) + " x " +
+           std::to_string(tile_.columns);
   }
 
-  const int64_t* Find(std::string_view letter) const {
-    for (const auto& [name, value] : sizes_) {
-      if (name == letter) return &value;
-    }
-    return nullptr;
+  bool HasDims(size_t place) const {
+    const Operand& row = *table_->rows[place];
+    if (row.dims.empty()) return true;
+    const ffi::Span<const int64_t> got = buffers_[place]->dimensions();
+    bool fits = got.size() == row.parts.count;
+    for (size_t i = 0; fits && i < got.size(); ++i) fits = got[i] == Value(place, i);
+    return fits;
   }
 
-  ffi::Error BindLetters(const Row& row) {
-    if (row.operand->dims.empty() || IsLeftOut(row)) return ffi::Error::Success();
-    const Dims& parts = row.operand->parts;
-    const ffi::Span<const int64_t> got = row.buffer.dimensions();
-    if (got.size() != parts.count) return ExpectRank(Name(row), got, parts.count);
-    if (row.operand->empty.count > 0) return ffi::Error::Success();
-    for (size_t i = 0; i < parts.count; ++i) {
-      if (parts.alone[i] && Find(parts.at[i]) == nullptr) sizes_.emplace_back(parts.at[i], got[i]);
-    }
-    return ffi::Error::Success();
-  }
-
-  ffi::Error CheckDims(const Row& row) const {
-    if (row.operand->dims.empty() || IsLeftOut(row)) return ffi::Error::Success();
-    const Dims& parts = row.operand->parts;
-    const ffi::Span<const int64_t> got = row.buffer.dimensions();
-    bool fits = true;
-    for (size_t i = 0; i < parts.count; ++i) fits = fits && got[i] == Value(parts, i);
-    if (fits) return ffi::Error::Success();
+  ffi::Error WrongDims(size_t place) const {
+    const Operand& row = *table_->rows[place];
     std::vector<int64_t> expected;
-    for (size_t i = 0; i < parts.count; ++i) expected.push_back(Value(parts, i));
-    return Expected(Name(row), DimsText(expected), DimsText(got));
+    for (size_t i = 0; i < row.parts.count; ++i) expected.push_back(Value(place, i));
+    return Expected(Name(row), DimsText(expected), DimsText(buffers_[place]->dimensions()));
   }
 
-  int64_t Value(const Dims& parts, size_t i) const {
-    return parts.alone[i] ? size(parts.at[i]) : Evaluate(parts.at[i]);
+  // Buffers start at a multiple of the size of their elements, too. XLA aligns them more strictly
+  // than any kernel needs. If one is misaligned, a kernel would read wrong bytes, or its
+  // instruction would fault and end the process.
+  size_t AlignmentOf(size_t place) const {
+    return std::max(alignment_, ffi::ByteWidth(buffers_[place]->element_type()));
+  }
+
+  size_t BytesPast(size_t place) const {
+    const auto address = reinterpret_cast<uintptr_t>(buffers_[place]->untyped_data());
+    return address & (AlignmentOf(place) - 1);
+  }
+
+  bool IsAligned(size_t place) const {
+    return BytesPast(place) == 0 || buffers_[place]->element_count() == 0;
+  }
+
+  ffi::Error Misaligned(size_t place) const {
+    return Expected(
+        table_->rows[place]->name,
+        "memory that starts at a multiple of " + std::to_string(AlignmentOf(place)) + " bytes",
+        "memory that starts " + std::to_string(BytesPast(place)) + " bytes past such a multiple");
+  }
+
+  int64_t Value(size_t place, size_t i) const {
+    const Operand& row = *table_->rows[place];
+    const Dim& dim = row.parts.at[i];
+    if (!dim.is_word) return Evaluate(dim.text);
+    int64_t value = SizeOf(table_->letter_of[place][i]);
+    if (row.IsPadded(i)) {
+      value = RoundUp(value, i + 1 == row.parts.count ? tile_.columns : tile_.rows);
+    }
+    return value >> dim.shift;
   }
 
   // The value of a sum of products.
@@ -330,21 +478,19 @@ class Call {
     for (size_t i = 0; i < text.size();) {
       const bool divides = text[i] == '/';
       if (divides) ++i;
-      size_t end = i;
+      size_t end = i + WordLength(text.substr(i));
       if (text[i] == ' ') {
         ++i;
       } else if (text[i] == '+' || text[i] == '-') {
         sum += sign * term;
         term = 1;
         sign = text[i++] == '+' ? 1 : -1;
-      } else if (IsLetter(text[i])) {
-        while (end < text.size() && IsLetter(text[end])) ++end;
+      } else if (end > i) {
         term *= size(text.substr(i, end - i));
         i = end;
       } else {
-        int64_t number = 0;
-        while (end < text.size() && std::isdigit(text[end]))
-          number = 10 * number + text[end++] - '0';
+        while (end < text.size() && IsDigit(text[end])) ++end;
+        const int64_t number = NumberOf(text.substr(i, end - i));
         term = divides ? term / number : term * number;
         i = end;
       }
@@ -352,11 +498,13 @@ class Call {
     return sum + sign * term;
   }
 
-  std::vector<Row> rows_;
-  std::vector<const Operand*> letters_;
+  const Table* table_ = nullptr;
   size_t alignment_ = 1;
+  Tile tile_ = {1, 1};
+  std::optional<ffi::AnyBuffer> buffers_[Table::kMostRows];
+  int64_t sizes_[Table::kMostLetters];
+  bool is_known_[Table::kMostLetters] = {};
   mutable bool is_checked_ = false;
-  std::vector<std::pair<std::string_view, int64_t>> sizes_;
 };
 
 }  // namespace nvfp4

@@ -11,7 +11,8 @@ import pytest
 from support.files.given import ROOT, TESTS
 
 GPU, CPU = 16, 1  # alignments in cuda_checks.h and cpu_bindings.cc
-BYTES = {"packed", "block_scale"}  # ends of the names of operands whose elements are bytes
+# Ends of the names of operands whose elements are bytes.
+BYTES = {"packed", "block_scale", "workspace"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def messages(program, alignment, past):
 @pytest.mark.parametrize("alignment", [GPU, CPU])
 def test_aligned_operands_are_accepted(program, alignment):
     said = messages(program, alignment, 0)
-    assert len(said) == 15 + 9 + 6  # operands of three targets, plus one aligned call of each
+    assert len(said) == 16 + 10 + 7  # operands of three targets, plus one aligned call of each
     assert set(said.values()) == {"accepted"}
 
 

@@ -17,6 +17,7 @@
 #include "cuda/instructions/fp4_mma.cuh"
 #include "cuda/launch.h"
 #include "cuda_checks.h"
+#include "operands.h"
 
 namespace nvfp4 {
 
@@ -59,60 +60,72 @@ TakenGroups TakeGroups(void* buffer, int64_t experts) {
   return {groups, sections.bytes()};
 }
 
-InputCombine CombineOf(ffi::AnyBuffer outputs, ffi::AnyBuffer expert_ids,
-                       ffi::AnyBuffer expert_weights, ffi::AnyBuffer y, int64_t num_experts,
-                       DataType type) {
-  const auto dims = outputs.dimensions();
-  return {{Data<int32_t>(expert_ids), DataOrNull(expert_weights), y.untyped_data(), dims[0],
-           static_cast<int32_t>(dims[2]), static_cast<int32_t>(dims[1]),
+InputCombine CombineOf(const Call& operands, void* y, int64_t num_experts) {
+  return {{operands.in<int32_t>("expert_ids"), operands.in_or_null("expert_weights"), y,
+           operands.size("t"), operands.size32("h"), operands.size32("k"),
            static_cast<int32_t>(num_experts)},
-          outputs.untyped_data(),
-          type};
+          operands.in<void>("outputs"),
+          operands.type("outputs")};
 }
 
-// Sums the outputs [t, top_k, h] of experts.
-ffi::Error Combine(cudaStream_t stream, ffi::AnyBuffer outputs, ffi::AnyBuffer expert_ids,
-                   ffi::AnyBuffer expert_weights, ffi::Result<ffi::AnyBuffer> y,
-                   int64_t num_experts) {
-  DataType type;
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("outputs", outputs.element_type(), &type));
-  const InputCombine combine =
-      CombineOf(outputs, expert_ids, expert_weights, *y, num_experts, type);
-  return FromCuda(LaunchCombineOutputs(stream, type, combine.tokens, combine.outputs), "combine");
+constexpr Operand kCombineOperands[] = {
+    {"outputs", kActivation, "[t, k, h]"},
+    {"expert_ids", kS32, "[t, k]"},
+    {"expert_weights", kF32, "[t, k] or [0]"},
+    {"y", Like("outputs"), "[t, h]", kResult},
+};
+
+// Sums the outputs of experts.
+ffi::Error CombineAlone(cudaStream_t stream, const Call& operands, int64_t num_experts) {
+  NVFP4_RETURN_IF_ERROR(operands.Check());
+  const InputCombine combine = CombineOf(operands, operands.out("y"), num_experts);
+  return FromCuda(LaunchCombineOutputs(stream, combine.type, combine.tokens, combine.outputs));
 }
+
+constexpr Operand kCombineAndNormOperands[] = {
+    {"outputs", kActivation, "[t, k, h]"},
+    {"expert_ids", kS32, "[t, k]"},
+    {"expert_weights", kF32, "[t, k] or [0]"},
+    {"x", Like("outputs"), "[t, h]"},
+    {"weight", kActivation, "[h]"},
+    {"added", Like("x"), "[t, h]", kResult},
+    {"sum", Like("x"), "[t, h]", kResult},
+    {"y", Like("x"), "[t, h]", kResult},
+};
 
 // Sums the outputs of experts, and adds the sums in a norm: in one launch if `together`. `added` is
 // then not written.
-ffi::Error CombineAndNorm(cudaStream_t stream, ffi::AnyBuffer outputs, ffi::AnyBuffer expert_ids,
-                          ffi::AnyBuffer expert_weights, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                          ffi::Result<ffi::AnyBuffer> added, ffi::Result<ffi::AnyBuffer> sum,
-                          ffi::Result<ffi::AnyBuffer> y, int64_t num_experts, bool together) {
-  NormCall norm = {x.dimensions()[0], x.dimensions()[1]};
-  norm.eps = 1e-6f;
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &norm.type));
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &norm.weight_type));
-  const InputCombine combine =
-      CombineOf(outputs, expert_ids, expert_weights, *added, num_experts, norm.type);
-  const NormBuffers buffers = {x.untyped_data(), added->untyped_data(), weight.untyped_data(),
-                               sum->untyped_data(), y->untyped_data()};
+ffi::Error CombineAndNorm(cudaStream_t stream, const Call& operands, int64_t num_experts,
+                          bool together) {
+  NVFP4_RETURN_IF_ERROR(operands.Check());
+  const NormCall norm = {operands.size("t"), operands.size("h"), operands.type("x"),
+                         operands.type("weight"), 1e-6f};
+  const InputCombine combine = CombineOf(operands, operands.out("added"), num_experts);
+  const NormBuffers buffers = {operands.in<void>("x"), operands.in<void>("added"),
+                               operands.in<void>("weight"), operands.out("sum"), operands.out("y")};
   if (together) {
-    return FromCuda(LaunchCombineRmsNorm(stream, norm, buffers, combine), "combine_and_norm");
+    return FromCuda(LaunchCombineRmsNorm(stream, norm, buffers, combine));
   }
   const cudaError_t status =
       LaunchCombineOutputs(stream, combine.type, combine.tokens, combine.outputs);
-  return FromCuda(status == cudaSuccess ? LaunchAddRmsNorm(stream, norm, buffers) : status,
-                  "combine_and_norm");
+  return FromCuda(status == cudaSuccess ? LaunchAddRmsNorm(stream, norm, buffers) : status);
 }
 
-// Computes one FP4 MMA of a [32, 4], b [32, 2], scale_a [32] and scale_b [32]. If `shuffled`, the
-// emulation for GPUs without the instruction runs. Otherwise fp4_mma.cuh in this folder runs.
-ffi::Error MultiplyFp4(cudaStream_t, ffi::AnyBuffer a_words, ffi::AnyBuffer b_words,
-                       ffi::AnyBuffer a_scales, ffi::AnyBuffer b_scales,
-                       ffi::Result<ffi::AnyBuffer> result, bool shuffled) {
-  const auto* a = static_cast<const uint32_t (*)[4]>(a_words.untyped_data());
-  const auto* b = static_cast<const uint32_t (*)[2]>(b_words.untyped_data());
-  const auto *scale_a = Data<uint32_t>(a_scales), *scale_b = Data<uint32_t>(b_scales);
-  auto* const sums = static_cast<float4*>(result->untyped_data());
+constexpr Operand kMultiplyOperands[] = {
+    {"a", kAnyType, "[32, 4]"},         {"b", kAnyType, "[32, 2]"},
+    {"scale_a", kAnyType, "[32]"},      {"scale_b", kAnyType, "[32]"},
+    {"sums", kF32, "[32, 4]", kResult},
+};
+
+// Computes one FP4 MMA. If `shuffled`, the emulation for GPUs without the instruction runs.
+// Otherwise fp4_mma.cuh in this folder runs.
+ffi::Error MultiplyFp4(cudaStream_t, const Call& operands, bool shuffled) {
+  NVFP4_RETURN_IF_ERROR(operands.Check());
+  const auto* a = operands.in<uint32_t[4]>("a");
+  const auto* b = operands.in<uint32_t[2]>("b");
+  const auto *scale_a = operands.in<uint32_t>("scale_a"),
+             *scale_b = operands.in<uint32_t>("scale_b");
+  auto* const sums = operands.out<float4>("sums");
   emulation::Run(dim3(1), 32, false, [=] {
     const unsigned lane = threadIdx.x;
     float own[4] = {};
@@ -128,117 +141,75 @@ ffi::Error MultiplyFp4(cudaStream_t, ffi::AnyBuffer a_words, ffi::AnyBuffer b_wo
   return ffi::Error::Success();
 }
 
+constexpr Operand kPackGroupsOperands[] = {
+    {"starts", kS32, "[e + 1]"},
+    {"slots", kS32, "[slots]"},
+    {"global_scale", kF32, "[e]"},
+    {"input_scale", kF32, "[e]"},
+    {"shapes", kS32, "[e, 3]", kResult},
+    {"strides", kS32, "[e, 6]", kResult},  // pairs of words
+    {"scale_layouts", kS32, "[e, 10]", kResult},
+    {"offsets", kS32, "[e, 10]", kResult},  // pairs of words
+    {"alpha", kF32, "[e]", kResult},
+    {"places", kS32, "[slots]", kResult},
+};
+
 // Returns what LaunchPackGroups writes for one grouped GEMM. The words of strides and offsets are
 // the halves of 64-bit numbers.
-ffi::Error PackGroups(cudaStream_t stream, ffi::AnyBuffer starts, ffi::AnyBuffer slots,
-                      ffi::AnyBuffer global_scale, ffi::AnyBuffer input_scale,
-                      ffi::Result<ffi::AnyBuffer> shapes, ffi::Result<ffi::AnyBuffer> stride_words,
-                      ffi::Result<ffi::AnyBuffer> scale_layouts,
-                      ffi::Result<ffi::AnyBuffer> offset_words, ffi::Result<ffi::AnyBuffer> alpha,
-                      ffi::Result<ffi::AnyBuffer> places, int64_t weight_rows, int64_t k,
+ffi::Error PackGroups(cudaStream_t stream, const Call& operands, int64_t weight_rows, int64_t k,
                       bool scaled) {
-  const int64_t experts = global_scale.element_count();
+  NVFP4_RETURN_IF_ERROR(operands.Check());
+  const int64_t experts = operands.size("e");
   std::vector<uint8_t> memory(TakeGroups(nullptr, experts).bytes);
   const Fp4Groups groups = TakeGroups(memory.data(), experts).groups;
   // Nothing reads or writes at these addresses. Only what is added to them matters.
   auto* const codes = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
   auto* const scales = reinterpret_cast<uint8_t*>(uintptr_t{1} << 41);
   auto* const output = reinterpret_cast<__nv_bfloat16*>(uintptr_t{1} << 42);
-  const ExpertWeights weight = {codes, scales, Data<float>(global_scale), Data<float>(input_scale),
-                                nullptr};
+  const ExpertWeights weight = {codes, scales, operands.in("global_scale"),
+                                operands.in("input_scale"), nullptr};
   ExpertRows rows = {};
-  rows.starts = static_cast<int32_t*>(starts.untyped_data());
-  rows.slots = static_cast<int32_t*>(slots.untyped_data());
+  rows.starts = operands.out<int32_t>("starts");
+  rows.slots = operands.out<int32_t>("slots");
   const auto columns = static_cast<int32_t>(weight_rows);
   const Fp4Product product = {
       groups, weight, columns, {codes, scales, static_cast<int32_t>(k)}, output, PadTo(columns, 8),
       scaled};
-  const cudaError_t status =
-      LaunchPackGroups(stream, {1,
-                                {product, {}},
-                                rows,
-                                static_cast<int32_t>(slots.element_count()),
-                                static_cast<int32_t*>(places->untyped_data())});
-  std::copy(groups.shapes, groups.shapes + experts,
-            static_cast<GroupShape*>(shapes->untyped_data()));
-  std::copy(groups.alpha, groups.alpha + experts, static_cast<float*>(alpha->untyped_data()));
+  const cudaError_t status = LaunchPackGroups(
+      stream, {1, {product, {}}, rows, operands.size32("slots"), operands.out<int32_t>("places")});
+  std::copy(groups.shapes, groups.shapes + experts, operands.out<GroupShape>("shapes"));
+  std::copy(groups.alpha, groups.alpha + experts, operands.out<float>("alpha"));
   for (int64_t e = 0; e < experts; ++e) {
     if (groups.alphas[e] != groups.alpha + e) emulation::Fail("a pointer to another alpha");
-    int64_t* strides = static_cast<int64_t*>(stride_words->untyped_data()) + 3 * e;
+    int64_t* strides = operands.out<int64_t>("strides") + 3 * e;
     strides[0] = groups.weights.strides[e];
     strides[1] = groups.rows.strides[e];
     strides[2] = groups.output_strides[e];
-    ScaleLayout* layouts = static_cast<ScaleLayout*>(scale_layouts->untyped_data()) + 2 * e;
+    ScaleLayout* layouts = operands.out<ScaleLayout>("scale_layouts") + 2 * e;
     layouts[0] = groups.weights.scale_layouts[e];
     layouts[1] = groups.rows.scale_layouts[e];
-    int64_t* offsets = static_cast<int64_t*>(offset_words->untyped_data()) + 5 * e;
+    int64_t* offsets = operands.out<int64_t>("offsets") + 5 * e;
     offsets[0] = groups.weights.codes[e] - codes;
     offsets[1] = groups.weights.scales[e] - scales;
     offsets[2] = groups.rows.codes[e] - codes;
     offsets[3] = groups.rows.scales[e] - scales;
     offsets[4] = reinterpret_cast<uint8_t*>(groups.outputs[e]) - reinterpret_cast<uint8_t*>(output);
   }
-  return FromCuda(status, "pack_groups");
+  return FromCuda(status);
 }
-
-XLA_FFI_DEFINE_HANDLER(kCombine, Combine,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // outputs         [t, k, h]
-                           .Arg<ffi::AnyBuffer>()  // expert_ids      [t, k]
-                           .Arg<ffi::AnyBuffer>()  // expert_weights  [t, k] or [0]
-                           .Ret<ffi::AnyBuffer>()  // y               [t, h]
-                           .Attr<int64_t>("num_experts"));
-
-XLA_FFI_DEFINE_HANDLER(kCombineAndNorm, CombineAndNorm,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // outputs         [t, k, h]
-                           .Arg<ffi::AnyBuffer>()  // expert_ids      [t, k]
-                           .Arg<ffi::AnyBuffer>()  // expert_weights  [t, k] or [0]
-                           .Arg<ffi::AnyBuffer>()  // x               [t, h]
-                           .Arg<ffi::AnyBuffer>()  // weight          [h]
-                           .Ret<ffi::AnyBuffer>()  // added           [t, h]
-                           .Ret<ffi::AnyBuffer>()  // sum             [t, h]
-                           .Ret<ffi::AnyBuffer>()  // y               [t, h]
-                           .Attr<int64_t>("num_experts")
-                           .Attr<bool>("together"));
-
-XLA_FFI_DEFINE_HANDLER(kMultiplyFp4, MultiplyFp4,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // a        [32, 4]
-                           .Arg<ffi::AnyBuffer>()  // b        [32, 2]
-                           .Arg<ffi::AnyBuffer>()  // scale_a  [32]
-                           .Arg<ffi::AnyBuffer>()  // scale_b  [32]
-                           .Ret<ffi::AnyBuffer>()  // sums     [32, 4]
-                           .Attr<bool>("shuffled"));
-
-XLA_FFI_DEFINE_HANDLER(kPackGroups, PackGroups,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // starts         [e + 1]
-                           .Arg<ffi::AnyBuffer>()  // slots          [slots]
-                           .Arg<ffi::AnyBuffer>()  // global_scale   [e]
-                           .Arg<ffi::AnyBuffer>()  // input_scale    [e]
-                           .Ret<ffi::AnyBuffer>()  // shapes         [e, 3]
-                           .Ret<ffi::AnyBuffer>()  // strides        [e, 3] of two words
-                           .Ret<ffi::AnyBuffer>()  // scale_layouts  [e, 10]
-                           .Ret<ffi::AnyBuffer>()  // offsets        [e, 5] of two words
-                           .Ret<ffi::AnyBuffer>()  // alpha          [e]
-                           .Ret<ffi::AnyBuffer>()  // places         [slots]
-                           .Attr<int64_t>("weight_rows")
-                           .Attr<int64_t>("k")
-                           .Attr<bool>("scaled"));
 
 }  // namespace
 
 std::vector<NamedHandler> FunctionHandlers() {
   return {
-      {"emulated_combine", kCombine},
-      {"emulated_combine_and_norm", kCombineAndNorm},
-      {"emulated_multiply_fp4", kMultiplyFp4},
-      {"emulated_pack_groups", kPackGroups},
+      NVFP4_CUDA_TARGET("emulated_combine", kCombineOperands, CombineAlone,
+                        .Attr<int64_t>("num_experts")),
+      NVFP4_CUDA_TARGET("emulated_combine_and_norm", kCombineAndNormOperands, CombineAndNorm,
+                        .Attr<int64_t>("num_experts").Attr<bool>("together")),
+      NVFP4_CUDA_TARGET("emulated_multiply_fp4", kMultiplyOperands, MultiplyFp4,
+                        .Attr<bool>("shuffled")),
+      NVFP4_CUDA_TARGET("emulated_pack_groups", kPackGroupsOperands, PackGroups,
+                        .Attr<int64_t>("weight_rows").Attr<int64_t>("k").Attr<bool>("scaled")),
   };
 }
 

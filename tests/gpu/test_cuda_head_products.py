@@ -68,10 +68,11 @@ QUERIES = {
     ("changes", "message"),
     [
         ({"q": jnp.zeros((2, 4, 24))}, "x: expected bfloat16 or float16, got float32"),
-        ({"q": jnp.zeros((2, 4, 12), F16)}, r"x \[rows, n, k \+ e\], e: expected at least 0"),
-        ({"q": jnp.zeros((2, 4, 25), F16)}, r"y \[rows, n, outputs \+ e\]: expected"),
+        ({"q": jnp.zeros((2, 4, 12), F16)}, r"x \[rows, n, p \+ e\], e: expected at least 0"),
+        ({"q": jnp.zeros((2, 4, 25), F16)}, r"e \(q\): expected an even number, got 9"),
+        ({"q": jnp.zeros((2, 4, 26), F16)}, r"frequencies \[e/2\]: expected \[5\], got \[4\]"),
         ({"keys": jnp.zeros((3, 16, 32), F16)}, r"keys \[n, p, k\]: expected \[4, 16, 32\]"),
-        ({"keys": jnp.zeros((4, 16, 36), F16)}, r"y \[rows, n, outputs \+ e\]: expected"),
+        ({"keys": jnp.zeros((4, 16, 40), F16)}, r"y \[rows, n, k \+ e\]: expected \[2, 4, 48\]"),
         ({"positions": jnp.zeros(3, jnp.int32)}, r"positions \[rows\]: expected \[2\]"),
         ({"frequencies": jnp.zeros(3)}, r"frequencies \[e/2\]"),
     ],
@@ -91,7 +92,7 @@ def test_kernel_names_a_wrong_operand(changes, message):
     ("x", "values", "message"),
     [
         ((9, 4, 32), (4, 16, 32), r"rows \(x\): expected at most 8, got 9"),
-        ((2, 4, 32), (4, 16, 24), r"y \[rows, n, outputs \+ e\]"),
+        ((2, 4, 32), (4, 16, 24), r"x \[rows, n, k\]: expected \[2, 4, 24\], got \[2, 4, 32\]"),
         ((2, 4, 36), (4, 16, 36), r"k \(values\): expected a positive multiple of 8"),
     ],
 )

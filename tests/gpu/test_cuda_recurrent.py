@@ -177,7 +177,7 @@ def test_gradients_and_batches():
         ("A_log", jnp.zeros(5), r"A_log \[m r\]: expected \[6\]"),
         ("norm", jnp.zeros(16), r"norm \[e\]: expected \[8\]"),
         ("rates", jnp.zeros((2, 1, 6)), r"rates \[b, 1, 2 m r\]: expected \[2, 1, 12\]"),
-        ("rates", jnp.zeros(12), r"rates \[b, 1, 2 m r\]: expected 3 dimensions"),
+        ("rates", jnp.zeros(12), r"rates \[b, 1, 2 m r\]: expected \[2, 1, 12\], got \[12\]"),
         ("rates", jnp.zeros((2, 1, 12)), r"projected \[b, 1, n\]: expected \[2, 1, 160\]"),
         ("inputs", jnp.zeros((2, 3, 112)), r"inputs \[b, taps - 1, c\]: expected \[2, 2, 112\]"),
         ("state", jnp.zeros((2, 2, 3, 132, 8)), r"d \(state\): expected at most 128, got 132"),

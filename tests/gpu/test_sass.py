@@ -46,20 +46,22 @@ SM90_LINEARS = {
     **{("Fp8Layer", eights): 8 for eights in (1, 2, 4)},
     ("Fp8Layer", 8): 4,
 }
+# How DenseFew stores weights: the values of WeightKind in dense_few.cu, in order. E4M3 has a scale
+# for each row, or for each group of k.
+WEIGHT_KINDS = ("16-bit", "float32", "E4M3", "grouped E4M3")
 # Weights and tile of DenseFew -> its instances, and the MMAs of a warp for a piece of k and 8 rows
 # of x. They are two for each step over 32 of k and each slab, or six if weights are float32.
-# Weights are 16-bit (t), float32 (f), or E4M3 with a scale for each row (h) or each group (a).
 DENSE_KERNELS = {
-    ("t", 16): (8, 2 * 1 * 1),
-    ("f", 16): (4, 6 * 1 * 1),
-    ("t", 64): (4, 2 * 2 * 1),
-    ("t", 128): (4, 2 * 1 * 2),
-    ("h", 16): (8, 2 * 1 * 1),
-    ("h", 64): (4, 2 * 2 * 1),
-    ("h", 128): (4, 2 * 1 * 2),
-    ("a", 16): (8, 2 * 1 * 1),
-    ("a", 64): (4, 2 * 2 * 1),
-    ("a", 128): (4, 2 * 1 * 2),
+    ("float32", 16): (4, 6 * 1 * 1),
+    **{
+        (kind, tile): kernels
+        for kind in ("16-bit", "E4M3", "grouped E4M3")
+        for tile, kernels in {
+            16: (8, 2 * 1 * 1),
+            64: (4, 2 * 2 * 1),
+            128: (4, 2 * 1 * 2),
+        }.items()
+    },
 }
 # Collective for 10.x -> a part of its kernel's name, and how often instructions occur in it.
 # UTCOMMA is an MMA over 64 of a step's 256 of k. The first steps have their own MMAs if accumulator
@@ -421,11 +423,12 @@ def test_plain_linears_of_few_rows_use_wide_loads(listing, arch, weight):
     E4M3 weights are read 8 bytes at a time. Weights, x and scales come to shared memory by cp.async
     only. No register is spilled.
     """
-    mangled, tile = weight
+    kind, tile = weight
+    mangled = f"WeightKindE{WEIGHT_KINDS.index(kind)}"
     instances, products = DENSE_KERNELS[weight]
     found = {}
     for name, instructions in listing[arch].items():
-        if part := re.search(rf"DenseFewI\w+?{mangled}Li{tile}ELi(\d)E", name):
+        if part := re.search(rf"DenseFewI\w+?{mangled}ELi{tile}ELi(\d)E", name):
             found[name] = (int(part[1]), instructions)
     assert len(found) == instances
     for name, (eights, instructions) in found.items():
@@ -435,11 +438,11 @@ def test_plain_linears_of_few_rows_use_wide_loads(listing, arch, weight):
         assert count["LDG"] == 0, name
         assert count["LDL"] == count["STL"] == 0, name
         # A warp reads a fragment of x with one load, and one of weights with two or four.
-        steps = products // (6 if mangled == "f" else 2)
-        each = {"f": 4, "t": 2}.get(mangled, 0)
+        steps = products // (6 if kind == "float32" else 2)
+        each = {"float32": 4, "16-bit": 2}.get(kind, 0)
         loads = [op for op in instructions if op.startswith("LDS")]
         assert sum(".128" in op for op in loads) >= eights + steps * each, name
-        assert mangled in "ft" or sum(".64" in op for op in loads) >= 2 * steps, name
+        assert each > 0 or sum(".64" in op for op in loads) >= 2 * steps, name
 
 
 def second_tile(instructions):

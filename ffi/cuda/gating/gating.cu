@@ -23,6 +23,7 @@
 // the products.
 //
 // Tests: tests/emulation/test_emulation_gating.py, tests/gpu/test_cuda_gating.py.
+#include "cuda/call_with_type.cuh"
 #include "cuda/epilogues/activations.cuh"
 #include "cuda/gating/gates.cuh"
 #include "cuda/instructions/hopper.cuh"
@@ -121,15 +122,7 @@ __global__ void __launch_bounds__(kHeadThreads) GateHeads(const GateHeadsCall p)
 }
 
 template <typename Call>
-using Kernel = void (*)(Call);
-
-template <typename Call>
-Kernel<Call> KernelOf(const Call& call, Kernel<Call> bf16, Kernel<Call> f16, Kernel<Call> f32) {
-  return call.type == DataType::kBF16 ? bf16 : call.type == DataType::kF16 ? f16 : f32;
-}
-
-template <typename Call>
-cudaError_t LaunchRows(cudaStream_t stream, const Call& call, Kernel<Call> kernel) {
+cudaError_t LaunchRows(cudaStream_t stream, const Call& call, void (*kernel)(Call)) {
   const dim3 grid(static_cast<unsigned>(CeilDiv(call.rows * call.columns, kThreads)));
   return LaunchWide(stream, grid, kThreads, 0, /*overlaps=*/true, kernel, call);
 }
@@ -153,25 +146,26 @@ cudaError_t LaunchLinear(cudaStream_t stream, const AddLinearGatedCall& call) {
 }  // namespace
 
 cudaError_t LaunchActivate(cudaStream_t stream, const ActivateCall& call) {
-  return LaunchRows(stream, call,
-                    KernelOf(call, Activate<__nv_bfloat16>, Activate<__half>, Activate<float>));
+  return CallWithType(
+      call.type, [&](auto type) { return LaunchRows(stream, call, Activate<decltype(type)>); });
 }
 
 cudaError_t LaunchAddGated(cudaStream_t stream, const AddGatedCall& call) {
-  return LaunchRows(stream, call,
-                    KernelOf(call, AddGated<__nv_bfloat16>, AddGated<__half>, AddGated<float>));
+  return CallWithType(
+      call.type, [&](auto type) { return LaunchRows(stream, call, AddGated<decltype(type)>); });
 }
 
 cudaError_t LaunchAddLinearGated(cudaStream_t stream, const AddLinearGatedCall& call) {
-  if (call.type == DataType::kBF16) return LaunchLinear<__nv_bfloat16>(stream, call);
-  if (call.type == DataType::kF16) return LaunchLinear<__half>(stream, call);
-  return LaunchLinear<float>(stream, call);
+  return CallWithType(call.type,
+                      [&](auto type) { return LaunchLinear<decltype(type)>(stream, call); });
 }
 
 cudaError_t LaunchGateHeads(cudaStream_t stream, const GateHeadsCall& call) {
-  const auto kernel = KernelOf(call, GateHeads<__nv_bfloat16>, GateHeads<__half>, GateHeads<float>);
   const dim3 grid(static_cast<unsigned>(call.d == 0 ? 0 : call.rows * call.heads));
-  return LaunchWide(stream, grid, kHeadThreads, 0, /*overlaps=*/true, kernel, call);
+  return CallWithType(call.type, [&](auto type) {
+    return LaunchWide(stream, grid, kHeadThreads, 0, /*overlaps=*/true, GateHeads<decltype(type)>,
+                      call);
+  });
 }
 
 }  // namespace nvfp4

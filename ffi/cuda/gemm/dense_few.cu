@@ -86,19 +86,24 @@ constexpr int kMostRows = static_cast<int>(kMostDenseRows);
 static_assert(kMostRows + 128 <= kThreads, "a thread brings a scale");
 constexpr int kSmall = 16, kMedium = 64, kLarge = 128;  // weight rows of an output tile
 
-// The elements of a weight are uint16_t for those of the type of x, or float. E4M3 is uint8_t with
-// a scale for each row, and int8_t with one for each kGroup of k of a row.
+// How weights are stored: in the type of x, in f32, or in E4M3 with a scale for each row, or with
+// one for each kGroup of k of a row.
+enum class WeightKind { kLikeX, kF32, kE4M3, kGroupedE4M3 };
+
 constexpr int kGroup = 128;
 static_assert(kGroup == kDenseGroup, "as launch.h says");
-template <typename W>
-constexpr bool kIsFloat = sizeof(W) == 4;
-template <typename W>
-constexpr bool kIsE4M3 = sizeof(W) == 1;
-template <typename W>
-constexpr bool kIsGrouped = std::is_same_v<W, int8_t>;
+template <WeightKind kKind>
+constexpr bool kIsFloat = kKind == WeightKind::kF32;
+template <WeightKind kKind>
+constexpr bool kIsGrouped = kKind == WeightKind::kGroupedE4M3;
+template <WeightKind kKind>
+constexpr bool kIsE4M3 = kKind == WeightKind::kE4M3 || kIsGrouped<kKind>;
+template <WeightKind kKind>
+using ElementOf = std::conditional_t<kIsFloat<kKind>, float,
+                                     std::conditional_t<kIsE4M3<kKind>, uint8_t, uint16_t>>;
 
 // The sizes of a form of the kernel for up to 8 * kEights rows.
-template <typename W, int kTile, int kEights>
+template <WeightKind kKind, int kTile, int kEights>
 struct Form {
   static constexpr int kTileRows = kTile, kMostEights = kEights;
   static constexpr int kPieceK = kTile == kSmall ? 256 : kTile == kMedium ? 128 : 64;
@@ -106,13 +111,13 @@ struct Form {
   static constexpr int kTileSlabs = kTile / kSlabRows;
   static constexpr int kTeams = kWarps * kWarpSlabs / kTileSlabs;
   static constexpr int kTeamSteps = kPieceK / kStepK / kTeams;
-  static constexpr int kWeightBytes = kTile * kPieceK * static_cast<int>(sizeof(W));
+  static constexpr int kWeightBytes = kTile * kPieceK * static_cast<int>(sizeof(ElementOf<kKind>));
   static constexpr int kRowBytes = kPieceK * 2;  // of x
   // A stage has the scales that weight rows have in a piece, if there are several; then weights,
   // and x. Otherwise all scales lie behind the ring: those of rows of x, and those of weight rows.
   static constexpr int kGroups = kPieceK > kGroup ? kPieceK / kGroup : 1;
-  static constexpr int kStageScales = kIsGrouped<W> ? kTile * kGroups : 0;
-  static constexpr int kScales = !kIsE4M3<W> ? 0 : kMostRows + (kIsGrouped<W> ? 0 : kTile);
+  static constexpr int kStageScales = kIsGrouped<kKind> ? kTile * kGroups : 0;
+  static constexpr int kScales = !kIsE4M3<kKind> ? 0 : kMostRows + (kIsGrouped<kKind> ? 0 : kTile);
   static constexpr int kWeightsAt = kStageScales * static_cast<int>(sizeof(float));
   static constexpr int kRowsAt = kWeightsAt + kWeightBytes;
   static constexpr int kMaxStageBytes = kRowsAt + 8 * kEights * kRowBytes;
@@ -136,7 +141,7 @@ struct Form {
 // bytes in another order, so that the reads use all banks.
 template <typename E, int kPieceK>
 __device__ __forceinline__ int FlipOf(int row) {
-  if constexpr (kIsE4M3<E>) return kPieceK == 64 ? row / 2 % 2 * 32 : row % 4 * 32;
+  if constexpr (sizeof(E) == 1) return kPieceK == 64 ? row / 2 % 2 * 32 : row % 4 * 32;
   return row % 2 * (sizeof(E) == 2 ? 64 : 16);
 }
 
@@ -187,10 +192,10 @@ __device__ __forceinline__ void BringGroups(const float* scales, int filled, int
 }
 
 // Prefetches `count` elements of k, from k `first` on, of `rows` weight rows into the L2 cache.
-template <typename W>
-__device__ __forceinline__ void PrefetchRows(const W* rows_begin, int rows, int first, int count,
+template <typename E>
+__device__ __forceinline__ void PrefetchRows(const E* rows_begin, int rows, int first, int count,
                                              int k) {
-  constexpr int kLine = 128 / sizeof(W);
+  constexpr int kLine = 128 / sizeof(E);
   const int lines = (min(count, k - first) + kLine - 1) / kLine;
   for (int i = static_cast<int>(threadIdx.x); i < rows * lines; i += kThreads) {
     PrefetchLine(rows_begin + static_cast<int64_t>(i / lines) * k + first + i % lines * kLine);
@@ -199,9 +204,9 @@ __device__ __forceinline__ void PrefetchRows(const W* rows_begin, int rows, int 
 
 // A lane's part of two MMAs over kStepK of k for a slab of weights: eight elements of rows g and
 // g + 8, as kParts numbers each whose sum they are.
-template <typename T, typename W>
+template <typename T, WeightKind kKind>
 struct WeightFragment {
-  static constexpr int kParts = kIsFloat<W> ? 3 : 1;
+  static constexpr int kParts = kIsFloat<kKind> ? 3 : 1;
   uint32_t words[kParts][2][4];
 
   // Loads a step from a piece. `row` is row g in shared memory, `lower_bytes` before row g + 8.
@@ -212,7 +217,7 @@ struct WeightFragment {
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       const uint8_t* begin = row + lower * lower_bytes;
-      if constexpr (kIsE4M3<W>) {
+      if constexpr (kIsE4M3<kKind>) {
         const uint2 loaded = *reinterpret_cast<const uint2*>(begin + ((step * 32 + q * 8) ^ flip));
         DecodeFour<T>(loaded.x, words[0][lower][0], words[0][lower][1]);
         DecodeFour<T>(loaded.y, words[0][lower][2], words[0][lower][3]);
@@ -266,12 +271,12 @@ struct WeightFragment {
 // MMAs. An MMA waits for the preceding one on the same fragment, so that a single fragment has two
 // chains. The lower parts of float32 weights have their own chain, because each addition to a large
 // sum rounds it.
-template <typename W, int kSlabs, int kEights>
+template <WeightKind kKind, int kSlabs, int kEights>
 struct WarpSums {
-  static constexpr bool kParts = kIsFloat<W>;
-  static constexpr int kChains = kParts || (!kIsGrouped<W> && kSlabs * kEights == 1) ? 2 : 1;
+  static constexpr bool kParts = kIsFloat<kKind>;
+  static constexpr int kChains = kParts || (!kIsGrouped<kKind> && kSlabs * kEights == 1) ? 2 : 1;
   float sums[kChains][kSlabs][kEights][4] = {};
-  NanRows<kIsE4M3<W>> nans;
+  NanRows<kIsE4M3<kKind>> nans;
 
   // Returns the chain of an MMA.
   static constexpr __device__ __forceinline__ int Chain(int part, int half) {
@@ -335,20 +340,20 @@ struct StepScales {
 };
 
 // sums += W @ x for a team's part of the piece in `stage`.
-template <typename T, typename W, typename F, typename Sums>
+template <typename T, WeightKind kKind, typename F, typename Sums>
 __device__ __forceinline__ void MultiplyPiece(const uint8_t* stage, int rows_of_x, Sums& warp) {
-  constexpr int kWeightRow = F::kPieceK * static_cast<int>(sizeof(W));
+  constexpr int kWeightRow = F::kPieceK * static_cast<int>(sizeof(ElementOf<kKind>));
   const WarpPlace<F> at(ReadThread());
   // Rows of x past the last one are a copy of it, or what memory holds. No output depends on them.
   const int row_of_x = F::kMostEights == 1 ? min(at.lane / 4, rows_of_x - 1) : at.lane / 4;
-  const int weight_flip = FlipOf<W, F::kPieceK>(at.weight_row());
+  const int weight_flip = FlipOf<ElementOf<kKind>, F::kPieceK>(at.weight_row());
   const int row_flip = FlipOf<T, F::kPieceK>(row_of_x), q = at.lane % 4;
   const uint8_t* weights = stage + F::kWeightsAt + at.weight_row() * kWeightRow;
   const uint8_t* rows = stage + F::kRowsAt + row_of_x * F::kRowBytes;
 #pragma unroll
   for (int i = 0; i < F::kTeamSteps; ++i) {
     const int step = at.team * F::kTeamSteps + i;
-    WeightFragment<T, W> fragments[F::kWarpSlabs];
+    WeightFragment<T, kKind> fragments[F::kWarpSlabs];
 #pragma unroll
     for (int slab = 0; slab < F::kWarpSlabs; ++slab) {
       fragments[slab].Load(
@@ -362,11 +367,11 @@ __device__ __forceinline__ void MultiplyPiece(const uint8_t* stage, int rows_of_
       const uint4 x = *reinterpret_cast<const uint4*>(row + ((step * 64 + q * 16) ^ row_flip));
       float own[F::kWarpSlabs][4] = {};  // of this step, if it has scales
 #pragma unroll
-      for (int part = 0; part < WeightFragment<T, W>::kParts; ++part) {
+      for (int part = 0; part < WeightFragment<T, kKind>::kParts; ++part) {
 #pragma unroll
         for (int slab = 0; slab < F::kWarpSlabs; ++slab) {
           const auto target = [&](int half) -> float (&)[4] {
-            return kIsGrouped<W> ? own[slab] : warp.sums[Sums::Chain(part, half)][slab][eight];
+            return kIsGrouped<kKind> ? own[slab] : warp.sums[Sums::Chain(part, half)][slab][eight];
           };
           uint32_t a[4];
           fragments[slab].Fragment(part, 0, a);
@@ -375,7 +380,7 @@ __device__ __forceinline__ void MultiplyPiece(const uint8_t* stage, int rows_of_
           MultiplyAdd<T>(target(1), a, x.z, x.w);
         }
       }
-      if constexpr (kIsGrouped<W>) {
+      if constexpr (kIsGrouped<kKind>) {
 #pragma unroll
         for (int slab = 0; slab < F::kWarpSlabs; ++slab) {
           scales.AddScaled(own[slab], slab, warp.sums[0][slab][eight]);
@@ -517,10 +522,10 @@ __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank,
 // more registers than that.
 constexpr int BlocksPerSm(int tile) { return tile == kMedium ? 3 : 2; }
 
-template <typename T, typename W, int kTile, int kEights>
-__global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile))
+template <typename T, WeightKind kKind, int kTile, int kEights>
+__global__ void __launch_bounds__(kThreads, kIsFloat<kKind> ? 1 : BlocksPerSm(kTile))
     DenseFew(const DenseFewBuffers buffers, const FewSizes p) {
-  using F = Form<W, kTile, kEights>;
+  using F = Form<kKind, kTile, kEights>;
   NVFP4_DYNAMIC_SHARED(shared);
   const int rank = static_cast<int>(blockIdx.x) % p.ranks;
   const int tile = static_cast<int>(blockIdx.x) / p.ranks;
@@ -529,16 +534,18 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
   const int filled = min(p.n - tile * kTile, kTile);  // weight rows of the tile that exist
   // Returns the first weight row. It is computed for each piece, because registers are scarce.
   const auto weight = [&] {
-    return static_cast<const W*>(buffers.weight) + static_cast<int64_t>(tile) * kTile * p.k;
+    return static_cast<const ElementOf<kKind>*>(buffers.weight) +
+           static_cast<int64_t>(tile) * kTile * p.k;
   };
   const int stage_bytes = F::kRowsAt + static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes;
   const uint32_t ring = SharedAddress(shared);
   const auto bring_weight = [&](int piece, int stage) {
-    BringPiece<W, F::kPieceK>(weight(), kTile, filled, (first_piece + piece) * F::kPieceK, p.k,
-                              ring + stage * stage_bytes + F::kWeightsAt);
+    BringPiece<ElementOf<kKind>, F::kPieceK>(weight(), kTile, filled,
+                                             (first_piece + piece) * F::kPieceK, p.k,
+                                             ring + stage * stage_bytes + F::kWeightsAt);
   };
   // The largest tile has no registers for this if groups of FP8 weights have scales.
-  constexpr bool kMayBring = !(kIsGrouped<W> && kTile == kLarge);
+  constexpr bool kMayBring = !(kIsGrouped<kKind> && kTile == kLarge);
   const bool brings_first = kMayBring && p.weight_is_unchanged;
   if (brings_first) {
     BringFirst<F::kStages>(pieces, bring_weight);
@@ -553,7 +560,7 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
     const int first = (first_piece + piece) * F::kPieceK;
     if (!brings_first || !IsFirst<F::kStages>(piece)) bring_weight(piece, stage);
     BringPiece<T, F::kPieceK>(buffers.x, p.rows, p.rows, first, p.k, at + F::kRowsAt);
-    if constexpr (kIsGrouped<W>) {
+    if constexpr (kIsGrouped<kKind>) {
       BringGroups<kTile, F::kGroups>(
           buffers.weight_scale + static_cast<int64_t>(tile) * kTile * p.groups, filled,
           first / kGroup, p.groups, at);
@@ -566,9 +573,9 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
   if (p.bias_size > 0) {
     BringBias(buffers.bias, p, tile * kTile, kTile, shared + p.bias_at);
   }
-  WarpSums<W, F::kWarpSlabs, kEights> sums;
+  WarpSums<kKind, F::kWarpSlabs, kEights> sums;
   RunThroughRing<F::kStages>(pieces, bring, [&](int, int stage) {
-    MultiplyPiece<T, W, F>(shared + stage * stage_bytes, p.rows, sums);
+    MultiplyPiece<T, kKind, F>(shared + stage * stage_bytes, p.rows, sums);
   });
   __syncthreads();  // the partial sums take the place of the ring
   auto* partials = reinterpret_cast<float4*>(shared);
@@ -591,20 +598,37 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
 // The number of fragments for `rows` rows: kEights of the kernel.
 int EightsOf(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8; }
 
+template <WeightKind kKind>
+using ConstantKind = std::integral_constant<WeightKind, kKind>;
+
+// Calls function(kind), with a constant, for the kind of a call's weights.
+template <typename Function>
+auto WithKind(const DenseFewCall& call, const Function& function) {
+  switch (call.weight_type) {
+    case DataType::kF32:
+      return function(ConstantKind<WeightKind::kF32>());
+    case DataType::kE4M3:
+      return call.scale_groups > 0 ? function(ConstantKind<WeightKind::kGroupedE4M3>())
+                                   : function(ConstantKind<WeightKind::kE4M3>());
+    default:
+      return function(ConstantKind<WeightKind::kLikeX>());
+  }
+}
+
 // Calls function(form) for the form of the kernel with `tile` weight rows.
-template <typename W, typename Function>
+template <WeightKind kKind, typename Function>
 auto WithForm(int tile, int64_t rows, const Function& function) {
   const int eights = EightsOf(rows);
-  if constexpr (!kIsFloat<W>) {
-    if (tile == kMedium && eights == 1) return function(Form<W, kMedium, 1>());
-    if (tile == kMedium) return function(Form<W, kMedium, 2>());
-    if (tile == kLarge && eights <= 4) return function(Form<W, kLarge, 4>());
-    if (tile == kLarge) return function(Form<W, kLarge, 8>());
+  if constexpr (!kIsFloat<kKind>) {
+    if (tile == kMedium && eights == 1) return function(Form<kKind, kMedium, 1>());
+    if (tile == kMedium) return function(Form<kKind, kMedium, 2>());
+    if (tile == kLarge && eights <= 4) return function(Form<kKind, kLarge, 4>());
+    if (tile == kLarge) return function(Form<kKind, kLarge, 8>());
   }
-  if (eights == 1) return function(Form<W, kSmall, 1>());
-  if (eights == 2) return function(Form<W, kSmall, 2>());
-  if (eights == 4) return function(Form<W, kSmall, 4>());
-  return function(Form<W, kSmall, 8>());
+  if (eights == 1) return function(Form<kKind, kSmall, 1>());
+  if (eights == 2) return function(Form<kKind, kSmall, 2>());
+  if (eights == 4) return function(Form<kKind, kSmall, 4>());
+  return function(Form<kKind, kSmall, 8>());
 }
 
 // Returns the weight rows of an output tile. The smallest tile reads x most often. It is for layers
@@ -641,11 +665,11 @@ DenseFewCut CutOf(const DenseFewCall& call, bool clusters) {
   return {F::kTileRows, ranks, static_cast<int32_t>(rank_pieces), static_cast<int32_t>(bytes)};
 }
 
-template <typename T, typename W>
+template <typename T, WeightKind kKind>
 cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
                         const DenseFewBuffers& buffers, const DenseFewCut& cut) {
   const dim3 grid(static_cast<unsigned>(CeilDiv(call.n, cut.tile) * cut.ranks));
-  return WithForm<W>(cut.tile, call.rows, [&](auto form) {
+  return WithForm<kKind>(cut.tile, call.rows, [&](auto form) {
     using F = decltype(form);
     const auto bias_size = static_cast<int32_t>(call.bias_size);
     const int32_t bias_at = cut.shared_bytes - F::kTileRows * bias_size;
@@ -662,44 +686,29 @@ cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
                             bias_size,
                             call.weight_is_unchanged};
     return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes,
-                          /*overlaps=*/true, DenseFew<T, W, F::kTileRows, F::kMostEights>, buffers,
-                          sizes);
+                          /*overlaps=*/true, DenseFew<T, kKind, F::kTileRows, F::kMostEights>,
+                          buffers, sizes);
   });
 }
 
 }  // namespace
 
 DenseFewCut CutDenseFew(const DenseFewCall& call, bool clusters) {
-  const auto cut = [&](auto form) { return CutOf<decltype(form)>(call, clusters); };
-  const int tile = TileOf(call);
-  switch (call.weight_type) {
-    case DataType::kF32:
-      return WithForm<float>(tile, call.rows, cut);
-    case DataType::kE4M3:
-      return call.scale_groups > 0 ? WithForm<int8_t>(tile, call.rows, cut)
-                                   : WithForm<uint8_t>(tile, call.rows, cut);
-    default:
-      return WithForm<uint16_t>(tile, call.rows, cut);
-  }
+  return WithKind(call, [&](auto kind) {
+    return WithForm<kind>(TileOf(call), call.rows,
+                          [&](auto form) { return CutOf<decltype(form)>(call, clusters); });
+  });
 }
 
 cudaError_t LaunchDenseCut(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers, const DenseFewCut& cut) {
   const bool half = call.type == DataType::kF16;
-  switch (call.weight_type) {
-    case DataType::kF32:
-      return LaunchTyped<__nv_bfloat16, float>(stream, call, buffers, cut);
-    case DataType::kE4M3:
-      if (call.scale_groups > 0) {
-        return half ? LaunchTyped<__half, int8_t>(stream, call, buffers, cut)
-                    : LaunchTyped<__nv_bfloat16, int8_t>(stream, call, buffers, cut);
-      }
-      return half ? LaunchTyped<__half, uint8_t>(stream, call, buffers, cut)
-                  : LaunchTyped<__nv_bfloat16, uint8_t>(stream, call, buffers, cut);
-    default:
-      return half ? LaunchTyped<__half, uint16_t>(stream, call, buffers, cut)
-                  : LaunchTyped<__nv_bfloat16, uint16_t>(stream, call, buffers, cut);
-  }
+  return WithKind(call, [&](auto kind) {
+    if constexpr (!kIsFloat<kind>) {
+      if (half) return LaunchTyped<__half, kind>(stream, call, buffers, cut);
+    }
+    return LaunchTyped<__nv_bfloat16, kind>(stream, call, buffers, cut);
+  });
 }
 
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
@@ -717,7 +726,7 @@ cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
   if (ComputeCapabilityMajor() == 9 && FitsDenseSm90(call)) {
     return LaunchDenseSm90(stream, call, buffers);
   }
-  const bool clusters = MayOverlap(DenseFew<__half, uint16_t, kSmall, 1>);
+  const bool clusters = MayOverlap(DenseFew<__half, WeightKind::kLikeX, kSmall, 1>);
   return LaunchDenseCut(stream, call, buffers, CutDenseFew(call, clusters));
 }
 

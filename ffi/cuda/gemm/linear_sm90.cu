@@ -38,6 +38,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/call_with_type.cuh"
 #include "cuda/gemm/add_sums.cuh"
 #include "cuda/gemm/linear_sm90_layers.cuh"
 #include "cuda/instructions/hopper.cuh"
@@ -296,17 +297,16 @@ bool FitsDenseSm90(const DenseFewCall& call) {
 }
 
 cudaError_t LaunchLinearSm90(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows) {
-  if (gemm.type == DataType::kF16) {
-    const PackedLayer<__half> layer = {gemm, MakeTileConstants<__half>()};
-    return LaunchLayer<__half>(stream, layer, rows, gemm.columns, gemm.k);
-  }
-  const PackedLayer<__nv_bfloat16> layer = {gemm, MakeTileConstants<__nv_bfloat16>()};
-  return LaunchLayer<__nv_bfloat16>(stream, layer, rows, gemm.columns, gemm.k);
+  return CallWithHalf(gemm.type, [&](auto type) {
+    using T = decltype(type);
+    const PackedLayer<T> layer = {gemm, MakeTileConstants<T>()};
+    return LaunchLayer<T>(stream, layer, rows, gemm.columns, gemm.k);
+  });
 }
 
 cudaError_t LaunchDenseSm90(cudaStream_t stream, const DenseFewCall& call,
                             const DenseFewBuffers& buffers) {
-  const auto launch = [&](auto type) {
+  return CallWithHalf(call.type, [&](auto type) {
     using T = decltype(type);
     const auto with = [&](auto layer) {
       layer.buffers = buffers;
@@ -323,8 +323,7 @@ cudaError_t LaunchDenseSm90(cudaStream_t stream, const DenseFewCall& call,
     };
     if (call.weight_type == call.type) return with(DenseLayer<T>());
     return call.scale_groups > 0 ? with(Fp8Layer<T, true>()) : with(Fp8Layer<T, false>());
-  };
-  return call.type == DataType::kF16 ? launch(__half()) : launch(__nv_bfloat16());
+  });
 }
 
 }  // namespace nvfp4

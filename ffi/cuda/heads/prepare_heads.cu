@@ -23,6 +23,7 @@
 // head_items.cuh.
 //
 // Tests: tests/emulation/test_emulation_heads.py, tests/gpu/test_cuda_heads.py.
+#include "cuda/call_with_type.cuh"
 #include "cuda/heads/head_items.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"
@@ -160,15 +161,8 @@ cudaError_t LaunchType(cudaStream_t stream, const HeadsCall& call, const HeadsBu
 
 cudaError_t LaunchPrepareHeads(cudaStream_t stream, const HeadsCall& call,
                                const HeadsBuffers& buffers) {
-  switch (call.type) {
-    case DataType::kBF16:
-      return LaunchType<__nv_bfloat16>(stream, call, buffers);
-    case DataType::kF16:
-      return LaunchType<__half>(stream, call, buffers);
-    case DataType::kF32:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return CallWithHalf(call.type,
+                      [&](auto type) { return LaunchType<decltype(type)>(stream, call, buffers); });
 }
 
 }  // namespace nvfp4

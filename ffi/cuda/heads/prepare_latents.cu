@@ -14,6 +14,7 @@
 // four channels at a time, once for the norm and again for the result.
 //
 // Tests: tests/emulation/test_emulation_latents.py, tests/gpu/test_cuda_latents.py.
+#include "cuda/call_with_type.cuh"
 #include "cuda/heads/sine.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"
@@ -126,15 +127,8 @@ cudaError_t LaunchType(cudaStream_t stream, const LatentsCall& call, const Laten
 
 cudaError_t LaunchPrepareLatents(cudaStream_t stream, const LatentsCall& call,
                                  const LatentsBuffers& buffers) {
-  switch (call.type) {
-    case DataType::kBF16:
-      return LaunchType<__nv_bfloat16>(stream, call, buffers);
-    case DataType::kF16:
-      return LaunchType<__half>(stream, call, buffers);
-    case DataType::kF32:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return CallWithHalf(call.type,
+                      [&](auto type) { return LaunchType<decltype(type)>(stream, call, buffers); });
 }
 
 }  // namespace nvfp4

@@ -16,6 +16,7 @@
 // Tests: tests/emulation/test_emulation_norms.py, tests/gpu/test_cuda_norms.py.
 #include <cstring>
 
+#include "cuda/call_with_type.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
@@ -143,15 +144,8 @@ cudaError_t LaunchAddRmsNorm(cudaStream_t stream, const NormCall& call,
                              const NormBuffers& buffers) {
   if (call.rows == 0 || call.h == 0) return cudaSuccess;
   const NormRows rows = {buffers, static_cast<int32_t>(call.h), 0, call.eps, call.starts_next};
-  switch (call.type) {
-    case DataType::kBF16:
-      return LaunchType<__nv_bfloat16>(stream, call, rows);
-    case DataType::kF16:
-      return LaunchType<__half>(stream, call, rows);
-    case DataType::kF32:
-      return LaunchType<float>(stream, call, rows);
-  }
-  return cudaErrorInvalidValue;
+  return CallWithType(call.type,
+                      [&](auto type) { return LaunchType<decltype(type)>(stream, call, rows); });
 }
 
 }  // namespace nvfp4

@@ -16,6 +16,7 @@
 // Test: tests/gpu/test_cuda_quantizer.py.
 #include <cstring>
 
+#include "cuda/call_with_type.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
@@ -232,28 +233,16 @@ cudaError_t LaunchQuantizeOf(cudaStream_t stream, const QuantizeCall& call,
 }  // namespace
 
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const RowQuantizer& quantizer) {
-  switch (quantizer.type) {
-    case DataType::kBF16:
-      return LaunchQuantizeRowsOf<__nv_bfloat16>(stream, quantizer);
-    case DataType::kF16:
-      return LaunchQuantizeRowsOf<__half>(stream, quantizer);
-    case DataType::kF32:
-      return LaunchQuantizeRowsOf<float>(stream, quantizer);
-  }
-  return cudaErrorInvalidValue;
+  return CallWithType(quantizer.type, [&](auto type) {
+    return LaunchQuantizeRowsOf<decltype(type)>(stream, quantizer);
+  });
 }
 
 cudaError_t LaunchQuantize(cudaStream_t stream, const QuantizeCall& call,
                            const QuantizeBuffers& buffers) {
-  switch (call.type) {
-    case DataType::kBF16:
-      return LaunchQuantizeOf<__nv_bfloat16>(stream, call, buffers);
-    case DataType::kF16:
-      return LaunchQuantizeOf<__half>(stream, call, buffers);
-    case DataType::kF32:
-      return LaunchQuantizeOf<float>(stream, call, buffers);
-  }
-  return cudaErrorInvalidValue;
+  return CallWithType(call.type, [&](auto type) {
+    return LaunchQuantizeOf<decltype(type)>(stream, call, buffers);
+  });
 }
 
 }  // namespace nvfp4

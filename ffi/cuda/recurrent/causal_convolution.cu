@@ -30,6 +30,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cuda/call_with_type.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/recurrent/recurrent.cuh"
@@ -279,15 +280,8 @@ cudaError_t LaunchOf(cudaStream_t stream, const ConvolutionCall& c, const Convol
 
 cudaError_t LaunchConvolution(cudaStream_t stream, const ConvolutionCall& call,
                               const ConvolutionBuffers& buffers) {
-  switch (call.type) {
-    case DataType::kBF16:
-      return LaunchOf<__nv_bfloat16>(stream, call, buffers);
-    case DataType::kF16:
-      return LaunchOf<__half>(stream, call, buffers);
-    case DataType::kF32:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return CallWithHalf(call.type,
+                      [&](auto type) { return LaunchOf<decltype(type)>(stream, call, buffers); });
 }
 
 }  // namespace nvfp4

@@ -30,6 +30,7 @@
 //
 // Needs: d and e at most 128, e a multiple of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
+#include "cuda/call_with_type.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/recurrent/recurrent.cuh"
@@ -393,15 +394,9 @@ cudaError_t LaunchDeltaStepOf(cudaStream_t stream, const DeltaStepCall& c,
 
 cudaError_t LaunchDeltaStep(cudaStream_t stream, const DeltaStepCall& call,
                             const DeltaStepBuffers& buffers) {
-  switch (call.type) {
-    case DataType::kBF16:
-      return LaunchDeltaStepOf<__nv_bfloat16>(stream, call, buffers);
-    case DataType::kF16:
-      return LaunchDeltaStepOf<__half>(stream, call, buffers);
-    case DataType::kF32:
-      return LaunchDeltaStepOf<float>(stream, call, buffers);
-  }
-  return cudaErrorInvalidValue;
+  return CallWithType(call.type, [&](auto type) {
+    return LaunchDeltaStepOf<decltype(type)>(stream, call, buffers);
+  });
 }
 
 }  // namespace nvfp4

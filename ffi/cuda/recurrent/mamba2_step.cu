@@ -16,6 +16,7 @@
 //
 // Needs: p and n at most 128, n a multiple of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
+#include "cuda/call_with_type.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
@@ -244,15 +245,9 @@ cudaError_t LaunchMamba2StepOf(cudaStream_t stream, const Mamba2StepCall& c,
 
 cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,
                              const Mamba2StepBuffers& buffers) {
-  switch (call.type) {
-    case DataType::kBF16:
-      return LaunchMamba2StepOf<__nv_bfloat16>(stream, call, buffers);
-    case DataType::kF16:
-      return LaunchMamba2StepOf<__half>(stream, call, buffers);
-    case DataType::kF32:
-      return LaunchMamba2StepOf<float>(stream, call, buffers);
-  }
-  return cudaErrorInvalidValue;
+  return CallWithType(call.type, [&](auto type) {
+    return LaunchMamba2StepOf<decltype(type)>(stream, call, buffers);
+  });
 }
 
 }  // namespace nvfp4

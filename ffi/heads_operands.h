@@ -61,8 +61,9 @@ inline ffi::Error ReadHeadsShape(const Call& operands, bool gated, int64_t facto
                                    operands["qkv"].dimensions(), {b, t, (queries + 2 * m) * d}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("k_weight [d]", operands["k_weight"].dimensions(),
                                    {operands["q_weight"].dimensions()[0]}));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (keys)", d, factor));
-  return half == 0 ? ffi::Error::Success() : ExpectMultipleOf("r (frequencies)", 2 * half, factor);
+  NVFP4_RETURN_IF_ERROR(Expect({MultipleOf("d (keys)", d, factor)}));
+  return half == 0 ? ffi::Error::Success()
+                   : Expect({MultipleOf("r (frequencies)", 2 * half, factor)});
 }
 
 }  // namespace nvfp4
