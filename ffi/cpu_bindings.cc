@@ -26,6 +26,7 @@
 #include "checks.h"
 #include "cpu/ops.h"
 #include "heads_checks.h"
+#include "launch_facts.h"
 #include "operands.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
@@ -485,6 +486,7 @@ nb::capsule Capsule(XLA_FFI_Handler* handler) {
 
 NB_MODULE(_nvfp4_cpu, m) {
   m.doc() = "NVFP4 kernels for the CPU as XLA FFI targets.";
+  nvfp4::DefineLaunchFacts(m.def_submodule("launch_facts"));
   m.def(
       "registrations",
       [] {

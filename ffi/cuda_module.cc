@@ -75,17 +75,6 @@ NB_MODULE(_nvfp4_cuda, m) {
       "Return whether GPUs of compute capability 9.0 can run the targets for 10.x and 12.x, by "
       "emulation.");
   // The following functions are for tests, which compare them with ops/experts/cuda.py.
-  m.def(
-      "needed_shared_bytes",
-      [] {
-        nb::dict bytes;
-        bytes["moe_w4a16_sm80"] = nvfp4::MaxSharedBytesSm80();
-        bytes["moe_w4a16_sm90"] = nvfp4::MaxSharedBytesSm90();
-        bytes["moe_w4a4_sm120"] = nvfp4::MaxSharedBytesSm120();
-        bytes["latent_attention_cuda"] = nvfp4::LatentAttentionSharedBytes();
-        return bytes;
-      },
-      "Return {backend record: bytes of shared memory that a block must have to run its kernels}.");
   m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
         "Return the bytes of shared memory that a block of GEMM 1 for few slots needs.");
   m.def("combined_few_shared_bytes", &nvfp4::CombinedFewSharedBytes,

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/limits.h"
 #include "shapes.h"
 
 namespace nvfp4 {
@@ -19,15 +20,6 @@ namespace nvfp4 {
 struct InputCombine;
 struct InputNorm;
 struct InputHeads;
-
-// No known model has more experts. sort_by_expert.cu keeps 16 counters of each expert in shared
-// memory.
-constexpr int64_t kMaxExperts = 1024;
-constexpr int64_t kMaxTopK = 32;
-// Kernels count rows and tiles, and index k and n, in 32 bits. A grid also has at most 65535 tiles
-// of n.
-constexpr int64_t kMaxRows = 1 << 30;
-constexpr int64_t kMaxExtent = 1 << 22;
 
 // The packed weights of all experts, in the layout of the engine: "fp4_64x64" for kSm120,
 // "fp4_128x64" for kSm100, and "mma_64x64" for the others. If the activation is gated, gate_up has
@@ -96,9 +88,7 @@ int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 // An expert layer on call.engine, which is kSm80 or kSm90. call.type must be bf16 or f16, and h and
-// i at most kMaxEngineExtent. The engines find a row of a chunk by a 32-bit number of 16-byte
-// units.
-constexpr int64_t kMaxEngineExtent = 1 << 18;
+// i at most kMaxEngineExtent.
 int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape);
 cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
@@ -110,15 +100,9 @@ cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuf
 // Whether this build has code of the engine kSm120 for the current device.
 bool HasSm120();
 
-// Return the bytes of shared memory that a block needs. The first three are for the largest kernel
-// of an engine, the fourth is for latent attention with the fewest rows. It chooses more rows where
-// there is more memory. The last two are for the kernels for few slots, GEMM 1 and GEMM 2 with rows
-// of k elements. They run a layer only if the device has that much (expert_gemm_few.cuh).
-// ops/experts/cuda_notes.py has the same numbers, and tests compare them.
-int64_t MaxSharedBytesSm80();
-int64_t MaxSharedBytesSm90();
-int64_t MaxSharedBytesSm120();
-int64_t LatentAttentionSharedBytes();
+// Return the bytes of shared memory that a block of the kernels for few slots needs, GEMM 1 and
+// GEMM 2 with rows of k elements. They run a layer only if the device has that much
+// (expert_gemm_few.cuh). ops/experts/cuda_notes.py has the same numbers, and tests compare them.
 int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k);
 int64_t CombinedFewSharedBytes(int64_t slots, int64_t k);
 
@@ -180,8 +164,6 @@ int64_t GroupedGemmW4A4Sm100WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCall& call,
                                        const GroupedGemmBuffers& buffers);
 
-constexpr int kAmaxPartials = 256;
-
 struct QuantizeCall {
   int64_t m, k;
   DataType type;       // of x
@@ -221,10 +203,6 @@ struct RouterBuffers {
 
 cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& buffers);
 
-// The widest key and value, and the number of which each width is a multiple.
-constexpr int64_t kMaxHeadWidth = 256, kHeadWidthFactor = 8;
-constexpr int64_t kE4M3HeadWidthFactor = 16;  // with keys and values in E4M3
-
 struct AttentionCall {
   AttentionShape shape;
   DataType type;   // of q, k, v and y; kBF16 or kF16. With k_scale, k and v are kE4M3
@@ -258,13 +236,10 @@ cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
 
 // The same, with the first dv channels of the keys as values. Buffers have no v. Each key is read
 // once for both products. Widths are multiples of kHeadWidthFactor.
-constexpr int64_t kMaxLatentWidth = 576, kMaxLatentValueWidth = 512;
 int64_t LatentAttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchLatentAttention(cudaStream_t stream, const AttentionCall& call,
                                   const AttentionBuffers& buffers);
 
-// The most rows of LaunchDenseFew, and the number of which k is a multiple; then that for E4M3.
-constexpr int64_t kMostDenseRows = 64, kDenseFactor = 8, kDenseE4M3Factor = 16;
 constexpr int64_t kDenseGroup = 128;  // of k, which share a scale
 
 struct DenseFewCall {
@@ -393,9 +368,6 @@ inline bool FitsInputNorm(const InputNorm& norm) {
          (norm.call.weight_type == norm.call.type || norm.call.weight_type == DataType::kF32);
 }
 
-// The widest head, and the number of which its width and that of its rotated part are multiples.
-constexpr int64_t kPreparedWidthFactor = 4;
-
 struct HeadsCall {
   int32_t b, t, s;       // rows, new tokens of a row, and tokens that the cache has room for
   int32_t n, m, d;       // query heads, key heads, and the width of a head
@@ -436,10 +408,6 @@ struct InputHeads {
   bool unchanged;  // whether all that is read but the qkv is, since the previous kernel
 };
 
-// The largest latents of LaunchPrepareLatents: of queries, and of keys and values. Widths are
-// multiples of kPreparedWidthFactor, and the rotated key has at most kMaxPreparedWidth channels.
-constexpr int64_t kMaxQueryLatent = 1 << 18, kMaxKeyLatent = 4096;
-
 struct LatentsCall {
   int32_t b, t, s;       // rows, new tokens of a row, and tokens that the cache has room for
   int32_t r, k, e;       // widths of the latents of queries and of keys, and of the rotated key
@@ -465,10 +433,6 @@ struct LatentsBuffers {
 cudaError_t LaunchPrepareLatents(cudaStream_t stream, const LatentsCall& call,
                                  const LatentsBuffers& buffers);
 
-// The most rows of LaunchHeadProduct, and the widest sums over channels of a query and of a latent.
-constexpr int64_t kMaxHeadProductRows = 8, kMaxHeadProductQuery = 512, kMaxHeadProductLatent = 1024;
-constexpr int64_t kHeadProductFactor = 8;  // of k and of the outputs of queries
-
 struct HeadProductCall {
   int32_t rows, n;     // tokens, and heads of each
   int32_t k, outputs;  // channels of a sum, and sums of a head; see `expands`
@@ -491,10 +455,6 @@ struct HeadProductBuffers {
 // Multiplies each head by its matrix, and rotates the further channels.
 cudaError_t LaunchHeadProduct(cudaStream_t stream, const HeadProductCall& call,
                               const HeadProductBuffers& buffers);
-
-// The most rows and columns of the state of a recurrent mixer, and the number of which its columns
-// are a multiple.
-constexpr int64_t kMaxStateWidth = 128, kStateWidthFactor = 4;
 
 // The tokens of the largest chunk of a recurrence over a prompt. Workspaces have room for whole
 // chunks of this size.
@@ -568,11 +528,6 @@ struct DeltaRuleBuffers {
 int64_t DeltaRuleWorkspaceBytes(const DeltaRuleCall& call);
 cudaError_t LaunchDeltaRule(cudaStream_t stream, const DeltaRuleCall& call,
                             const DeltaRuleBuffers& buffers);
-
-// The number of taps of a convolution, the most parts of its channels, and the number of which all
-// widths are multiples.
-constexpr int64_t kMinConvolutionTaps = 2, kMaxConvolutionTaps = 8, kConvolutionFactor = 4;
-constexpr int kConvolutionParts = 3;
 
 // The causal convolution for t tokens of each of b rows, with the columns of x that it reads. Each
 // of `heads` heads has widths[0] columns of the first part, then widths[1] of the second one, and

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.by_rows import by_rows, is_on_mesh
-from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
+from jax_nvfp4_moe.backends.launch_facts import facts
 from jax_nvfp4_moe.backends.record import CPU, CUDA, Backend, Kernel
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
 from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
@@ -102,16 +103,16 @@ def lower_quantize(ffi_target, x, global_scale, scale_layout, *, partials):
     scales are padded to whole tiles. Without a given global scale, the kernel computes it from x.
 
     Args:
-      partials: number of 4-byte words of scratch memory that the search for the largest magnitude
-        needs.
+      partials: whether the search for the largest magnitude needs scratch memory.
     """
     m, k = x.shape
+    searched = facts().AMAX_PARTIALS if partials and global_scale is None else 0
     scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
     outputs = (
         jax.ShapeDtypeStruct((m, k // 2), jnp.uint8),
         jax.ShapeDtypeStruct(scales, jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((), jnp.float32),
-        jax.ShapeDtypeStruct((4 * partials if global_scale is None else 0,), jnp.uint8),
+        scratch(4 * searched),
     )
     scale = jnp.zeros(0, jnp.float32) if global_scale is None else global_scale
     packed, block_scale, own_scale, _ = kernel_call(ffi_target, outputs)(
@@ -120,19 +121,16 @@ def lower_quantize(ffi_target, x, global_scale, scale_layout, *, partials):
     return packed, block_scale, own_scale if global_scale is None else global_scale
 
 
-QUANTIZE_PARTIALS = 256  # number of pieces of x whose largest magnitudes are found first
-
-
 QUANTIZE_CUDA = Backend(
     "quantize_cuda",
-    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cuda", partials=QUANTIZE_PARTIALS)},
+    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cuda", partials=True)},
     (CUDA,),
 )
 
 
 QUANTIZE_CPU = Backend(
     "quantize_cpu",
-    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cpu", partials=0)},
+    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cpu", partials=False)},
     (CPU,),
 )
 

@@ -10,6 +10,10 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
 #include "cuda/gemm/weight_tile.cuh"
 #include "cuda/launch.h"
 #include "cuda/scheduling/tile_scheduler.cuh"
@@ -108,6 +112,14 @@ inline TileSchedule MakeTileSchedule(const GemmPlan& plan, const ExpertGemm& gem
           ready,
           {},
           plan.takes_work};
+}
+
+// Returns the bytes of shared memory of the largest kernel of an engine.
+template <typename Variant, size_t kCount>
+constexpr int64_t MaxSharedBytes(const Variant (&variants)[kCount]) {
+  int64_t most = 0;
+  for (const Variant& variant : variants) most = std::max<int64_t>(most, variant.shared_bytes);
+  return most;
 }
 
 // Bounds that size the workspace for every device: the blocks of a schedule, and the bytes of all

@@ -366,6 +366,8 @@ constexpr PipelineVariant kVariants[] = {
     MakeVariant<Rows64>(56), MakeVariant<Rows128>(INT64_MAX),
 };
 
+static_assert(MaxSharedBytes(kVariants) == kSharedBytesSm80, "limits.h");
+
 // Taken for experts with so few rows, on devices whose multiprocessors have room for all blocks.
 constexpr PipelineVariant kFewRows = MakeVariant<Rows8>(4);
 
@@ -378,8 +380,6 @@ constexpr PipelineVariant kTakenRows = MakeVariant<Taking16>(10);
 constexpr int32_t kMinCost = 32;
 
 }  // namespace
-
-int64_t MaxSharedBytesSm80() { return MaxSharedBytes(kVariants); }
 
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {
   const bool takes_work = experts > 1 && 2 * rows >= experts;

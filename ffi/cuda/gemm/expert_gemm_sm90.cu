@@ -540,6 +540,9 @@ constexpr Variant kVariants[] = {
     MakeVariant<Rows64>(56), MakeVariant<Rows96>(80), MakeVariant<Rows128>(INT64_MAX),
 };
 
+static_assert(MaxSharedBytes(kVariants) == kSharedBytesSm90, "limits.h");
+static_assert(kSharedBytesSm80 <= kSharedBytesSm90, "some layers run on that engine");
+
 const Variant& ChooseVariant(int64_t rows, int64_t experts) {
   if (experts > 1 && rows <= kFewRows) return kVariants[0];
   const int64_t mean = rows / std::max<int64_t>(experts, 1);
@@ -567,12 +570,6 @@ const Variant& ChooseVariant(int64_t rows, int64_t experts) {
 // took 159 instead of 156, and one of Nemotron-3-Nano (128 experts, six) with 2 tokens 36 instead
 // of 34.
 constexpr int64_t kMmaMeanRows = 7, kMmaExperts = 32, kFewMeanRows = 5, kFewExpertsPerRow = 12;
-
-int64_t MaxSharedBytesSm90() {
-  int64_t most = MaxSharedBytesSm80();  // some layers run on that engine
-  for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
-  return most;
-}
 
 GemmPlan PlanSm90(int64_t rows, int64_t experts) {
   if (experts >= kMmaExperts && rows <= kMmaMeanRows * experts) {

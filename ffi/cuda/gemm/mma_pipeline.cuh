@@ -256,15 +256,6 @@ inline int BlocksPerSm(const PipelineVariant& variant) {
   return std::clamp(fitting, 1, variant.blocks_per_sm);
 }
 
-template <size_t kCount>
-int64_t MaxSharedBytes(const PipelineVariant (&variants)[kCount]) {
-  int64_t most = 0;
-  for (const PipelineVariant& variant : variants) {
-    most = std::max<int64_t>(most, variant.shared_bytes);
-  }
-  return most;
-}
-
 // Plans a GEMM with a kernel. `min_cost` is that of TileRule.
 inline GemmPlan PlanVariant(const PipelineVariant& variant, int32_t min_cost) {
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);

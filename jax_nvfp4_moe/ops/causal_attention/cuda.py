@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.launch_facts import facts
 from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
 from jax_nvfp4_moe.ops.causal_attention.meaning import widen
 from jax_nvfp4_moe.ops.positions import PADDING
@@ -17,11 +18,6 @@ from jax_nvfp4_moe.scheme import Problem
 _SPLIT_BLOCKS, _SPLIT_ROWS, _SPLIT_KEYS = 264, 64, 256
 _FEW_ROWS, _NARROW_VALUES = 16, 128
 _LATENT_SPLIT_KEYS = 64  # latent attention has half as many thread blocks for more than few rows
-
-
-# The kernel for keys and values in FP8 runs for up to FP8_ROWS rows of a key head, and for heads
-# whose width is a multiple of FP8_FACTOR.
-FP8_ROWS, FP8_FACTOR = 64, 16
 
 
 def _parts_workspace_bytes(b, t, n, m, s, dv, blocks, keys):
@@ -56,7 +52,8 @@ def takes_fp8_kernel(rows: int, *widths: int) -> bool:
       rows: number of queries that share a key head: those of all new tokens.
       *widths: widths of the keys and of the values.
     """
-    return rows <= FP8_ROWS and not any(width % FP8_FACTOR for width in widths)
+    factor = facts().E4M3_HEAD_WIDTHS.step
+    return rows <= facts().E4M3_ATTENTION_ROWS[-1] and not any(width % factor for width in widths)
 
 
 def note_fp8_attention(problem: Problem) -> tuple[str, ...]:
@@ -64,8 +61,9 @@ def note_fp8_attention(problem: Problem) -> tuple[str, ...]:
     if problem.cache_dtype is None:
         return ()
     return (
-        f"up to {FP8_ROWS} queries for each key head, with widths that are multiples of "
-        f"{FP8_FACTOR}, take the kernel for FP8; for others, XLA widens all keys and values first",
+        f"up to {facts().E4M3_ATTENTION_ROWS[-1]} queries for each key head, with widths that are "
+        f"multiples of {facts().E4M3_HEAD_WIDTHS.step}, take the kernel for FP8; for others, XLA "
+        "widens all keys and values first",
     )
 
 
@@ -182,7 +180,7 @@ ATTENTION_CUDA = Backend(
     },
     (CUDA,),
     dtypes=HALVES,
-    limits={"key width": range(8, 257, 8), "value width": range(8, 257, 8)},
+    limits={"key width": "HEAD_WIDTHS", "value width": "HEAD_WIDTHS"},
     notes=note_fp8_attention,
 )
 
@@ -198,6 +196,6 @@ LATENT_ATTENTION_CUDA = Backend(
     },
     (CUDA,),
     dtypes=HALVES,
-    limits={"key width": range(8, 577, 8), "value width": range(8, 513, 8)},
-    shared_bytes=99328,
+    limits={"key width": "LATENT_WIDTHS", "value width": "LATENT_VALUE_WIDTHS"},
+    shared_bytes="SHARED_BYTES_LATENT_ATTENTION",
 )

@@ -66,6 +66,7 @@ MOE_W4A16_CPU = Backend(
         ),
     },
     (Device("cpu", schemes=frozenset(Scheme)),),
+    max_top_k="MAX_TOP_K",
     layout="cpu_16x16",
     status="executed, measured",
 )

@@ -4,8 +4,9 @@ A slot is a pair of a token and one of its experts. "Engines" are the fast GEMM 
 activations. "Plain kernels" are the ones for everything that the engines do not accept.
 """
 
+from jax_nvfp4_moe.backends.launch_facts import facts
 from jax_nvfp4_moe.backends.record import HALVES, Backend, Device, Kernel
-from jax_nvfp4_moe.ops.experts.cuda_notes import ENGINE_MAX_EXTENT, note_engines
+from jax_nvfp4_moe.ops.experts.cuda_notes import note_engines
 from jax_nvfp4_moe.ops.experts.lowering import (
     lower_grouped_gemm,
     lower_moe,
@@ -24,7 +25,6 @@ _ENGINE_TILE_ROWS = 8  # rows of the smallest output tile
 _ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
 _ENGINE_SCHEDULE = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
 _ENGINE_PARTIAL_SUMS = 32 << 20
-_MAX_EXTENT = 1 << 22  # the most rows or columns of a matrix that the kernels can index
 _FP4_K = 128  # the FP4 engine pads the length of a row to a multiple of this number
 
 
@@ -100,7 +100,7 @@ def grouped_gemm_w4a16_workspace_bytes(
     The engines process a chunk of rows at a time. The plain kernels run float32, and matrices with
     very many rows or columns.
     """
-    if dtype.itemsize > 2 or max(n, k) > ENGINE_MAX_EXTENT:
+    if dtype.itemsize > 2 or max(n, k) > facts().MAX_ENGINE_EXTENT:
         return grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype)
     rows = _chunk_rows(rows, k)
     return row_tables(rows, num_experts, _ENGINE_TILE_ROWS) + sections(
@@ -163,7 +163,7 @@ def _record(name, devices, status, workspaces, *, layout="mma_64x64", **limits):
         devices,
         status=status,
         layout=layout,
-        **{"max_extent": _MAX_EXTENT, **limits},
+        **{"max_extent": "MAX_EXTENT", "max_top_k": "MAX_TOP_K", **limits},
     )
 
 
@@ -176,8 +176,8 @@ MOE_W4A4_SM120 = _record(
     (moe_w4a4_workspace_bytes, grouped_gemm_w4a4_workspace_bytes),
     layout="fp4_64x64",
     dtypes=HALVES,
-    max_extent=ENGINE_MAX_EXTENT,
-    shared_bytes=83104,
+    max_extent="MAX_ENGINE_EXTENT",
+    shared_bytes="SHARED_BYTES_SM120",
 )
 MOE_W4A16_SM90 = _record(
     "moe_w4a16_sm90",
@@ -185,7 +185,7 @@ MOE_W4A16_SM90 = _record(
     "wgmma and mma.sync in 16 bits, plain kernels for float32: executed",
     (moe_w4a16_workspace_bytes, grouped_gemm_w4a16_workspace_bytes),
     notes=note_engines,
-    shared_bytes=225280,
+    shared_bytes="SHARED_BYTES_SM90",
 )
 # The sm_80 kernels are also the weight-only path of Blackwell. They also run whatever the Blackwell
 # records above do not accept: float32, and devices of 10.x to 12.x that no record names.
@@ -195,5 +195,5 @@ MOE_W4A16_SM80 = _record(
     "mma.sync in 16 bits, plain kernels for float32: executed on Hopper",
     (moe_w4a16_workspace_bytes, grouped_gemm_w4a16_workspace_bytes),
     notes=note_engines,
-    shared_bytes=67232,
+    shared_bytes="SHARED_BYTES_SM80",
 )

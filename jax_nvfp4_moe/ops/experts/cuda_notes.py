@@ -6,10 +6,9 @@ accept. A slot is a pair of a
 token and one of its experts.
 """
 
+from jax_nvfp4_moe.backends.launch_facts import facts
 from jax_nvfp4_moe.numerics.activations import ACTIVATIONS
 from jax_nvfp4_moe.scheme import Problem, Scheme
-
-ENGINE_MAX_EXTENT = 1 << 18  # the most rows or columns of a matrix that the engines accept
 
 # Limits of the kernels for few slots (ffi/cuda/gemm/expert_gemm_few.cu and combined_gemm_few.cu);
 # a test compares them.
@@ -100,10 +99,10 @@ def note_engines(problem: Problem) -> tuple[str, ...]:
     extent = max(problem.hidden, problem.intermediate)
     if problem.dtype == "float32":
         return ("float32 runs the plain kernels; the fast ones need bfloat16 or float16",)
-    if extent > ENGINE_MAX_EXTENT:
+    if extent > facts().MAX_ENGINE_EXTENT:
         return (
             f"the plain kernels run, because the fast ones accept matrices of up to "
-            f"{ENGINE_MAX_EXTENT} rows and columns, got {extent}",
+            f"{facts().MAX_ENGINE_EXTENT} rows and columns, got {extent}",
         )
     if problem.op == "grouped_gemm":
         return _note_linear(problem)

@@ -78,7 +78,9 @@ MOE_W4A4_SM100 = Backend(
     },
     (Device("cuda", (10, 0), (11, 0), W4A4_SCHEMES),),
     part="w4a4_sm100",
+    max_extent="MAX_EXTENT",
     dtypes=("bfloat16",),
+    max_top_k="MAX_TOP_K",
     layout="fp4_128x64",
     status="CUTLASS's GEMM compiled, not executed; the rest executed on Hopper with that GEMM"
     " emulated",

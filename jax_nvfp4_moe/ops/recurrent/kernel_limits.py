@@ -1,11 +1,9 @@
 """Sizes of the CUDA kernels of recurrent mixers."""
 
-# The kernels hold a state of at most this many rows and columns in registers, and read 4 columns at
-# a time.
-MOST, _FACTOR = 128, 4
+MOST = 128  # rows and columns of a state that a kernel holds in registers
 # Widths of the rows and columns of a state that a kernel takes.
-STATES: dict[str, range] = dict.fromkeys(
-    ("key width", "value width", "head width", "state width"), range(_FACTOR, MOST + 1, _FACTOR)
+STATES: dict[str, range | str] = dict.fromkeys(
+    ("key width", "value width", "head width", "state width"), "STATE_WIDTHS"
 )
 CHUNK, SMALL_CHUNK = 64, 32  # tokens in the chunks of a recurrence over a prompt
 

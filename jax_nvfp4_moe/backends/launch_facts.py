@@ -1,0 +1,42 @@
+"""What kernels and Python must agree on: sizes that kernels take, and bytes of memory.
+
+C++ states each of these facts once, in headers that kernels and handlers include. The CPU
+extension exports them (``ffi/launch_facts.cc``). Every build has that extension, so that programs
+can be lowered for a GPU without the CUDA extension.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+from jax_nvfp4_moe.backends._ffi import EXTENSIONS
+
+
+@functools.cache
+def _load() -> tuple[Any, str | None]:
+    """Return the facts and None, or None and why they cannot be read."""
+    _, remedy = EXTENSIONS["_nvfp4_cpu"]
+    try:
+        module = importlib.import_module("jax_nvfp4_moe._nvfp4_cpu")
+    except ImportError as error:
+        return None, f"the extension _nvfp4_cpu is not usable here ({error}): {remedy}"
+    if not hasattr(module, "launch_facts"):
+        return None, f"the extension _nvfp4_cpu was built from older sources: {remedy}"
+    return module.launch_facts, None
+
+
+def why_missing() -> str | None:
+    """Return why there are no facts, without which no kernel can be called; None if there are."""
+    return _load()[1]
+
+
+def facts() -> Any:
+    """Return the module of the facts, which has a constant or a function for each.
+
+    Raises:
+      ImportError: if `why_missing` returns a reason.
+    """
+    found, reason = _load()
+    if found is None:
+        raise ImportError(reason)
+    return found
