@@ -79,18 +79,6 @@ NB_MODULE(_nvfp4_cuda, m) {
         "Return the bytes of shared memory that a block of GEMM 1 for few slots needs.");
   m.def("combined_few_shared_bytes", &nvfp4::CombinedFewSharedBytes,
         "Return the bytes of shared memory that a block of GEMM 2 for few slots needs.");
-  m.def(
-      "attention_workspace_bytes",
-      [](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s, int64_t dv) {
-        return nvfp4::AttentionWorkspaceBytes({b, t, n, m, s, dv, dv});
-      },
-      "Return the bytes of workspace that the handler of attention expects.");
-  m.def(
-      "latent_attention_workspace_bytes",
-      [](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s, int64_t dv) {
-        return nvfp4::LatentAttentionWorkspaceBytes({b, t, n, m, s, dv, dv});
-      },
-      "Return the bytes of workspace that the handler of latent attention expects.");
   for (const nvfp4::LayerWorkspace& record : nvfp4::kLayerWorkspaces) {
     m.def(
         record.name,

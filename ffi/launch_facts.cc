@@ -6,10 +6,13 @@
 
 #include <cstdint>
 
+#include "cuda/attention/splits.h"
 #include "cuda/limits.h"
+#include "cuda/recurrent/chunk_sizes.h"
 #include "shapes.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace nvfp4 {
 namespace {
@@ -63,6 +66,28 @@ constexpr Sizes kSizes[] = {
     {"CONVOLUTION_COLUMNS", 0, kMaxExtent, kConvolutionFactor},
 };
 
+// The bytes of scratch memory that a call needs.
+struct AttentionWorkspace {
+  const char* name;
+  int64_t (*bytes)(const AttentionShape& shape);
+};
+
+constexpr AttentionWorkspace kAttentionWorkspaces[] = {
+    {"attention_workspace_bytes", AttentionWorkspaceBytes},
+    {"latent_attention_workspace_bytes", LatentAttentionWorkspaceBytes},
+};
+
+struct RecurrenceWorkspace {
+  const char* name;
+  Recurrence recurrence;
+};
+
+constexpr RecurrenceWorkspace kRecurrenceWorkspaces[] = {
+    {"delta_rule_workspace_bytes", Recurrence::kDelta},
+    {"channel_delta_rule_workspace_bytes", Recurrence::kChannelDelta},
+    {"mamba2_scan_workspace_bytes", Recurrence::kMamba2},
+};
+
 }  // namespace
 
 void DefineLaunchFacts(nb::module_ m) {
@@ -72,6 +97,26 @@ void DefineLaunchFacts(nb::module_ m) {
   for (const Sizes& sizes : kSizes) {
     m.attr(sizes.name) = range(sizes.least, sizes.most + 1, sizes.factor);
   }
+  for (const AttentionWorkspace& workspace : kAttentionWorkspaces) {
+    m.def(
+        workspace.name,
+        [bytes = workspace.bytes](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s,
+                                  int64_t dv) { return bytes({b, t, n, m, s, dv, dv}); },
+        "b"_a, "t"_a, "n"_a, "m"_a, "s"_a, "dv"_a,
+        "Return the bytes of scratch memory for n query heads and m key heads of s keys.");
+  }
+  for (const RecurrenceWorkspace& workspace : kRecurrenceWorkspaces) {
+    m.def(
+        workspace.name,
+        [recurrence = workspace.recurrence](int64_t b, int64_t t, int32_t key_heads,
+                                            int32_t shared) {
+          return ChunkWorkspaceBytes(recurrence, {b, t, key_heads, shared, 0, 0});
+        },
+        "b"_a, "t"_a, "key_heads"_a, "shared"_a,
+        "Return the bytes of scratch memory for `shared` heads of each key head, or of a group.");
+  }
+  m.def("mamba2_step_workspace_bytes", &Mamba2StepWorkspaceBytes, "b"_a, "heads"_a, "p"_a,
+        "Return the bytes of scratch memory for one token of b rows.");
 }
 
 }  // namespace nvfp4

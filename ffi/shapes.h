@@ -11,6 +11,8 @@
 
 namespace nvfp4 {
 
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 enum class DataType { kBF16, kF16, kF32, kE4M3 };
 
 constexpr int64_t Bytes(DataType type) { return type == DataType::kF32 ? 4 : 2; }

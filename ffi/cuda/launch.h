@@ -12,7 +12,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/attention/splits.h"
 #include "cuda/limits.h"
+#include "cuda/recurrent/chunk_sizes.h"
 #include "shapes.h"
 
 namespace nvfp4 {
@@ -230,13 +232,11 @@ struct AttentionBuffers {
 
 // Causal attention. The query at position p sees the keys at 0 to p that exist and that the window
 // and the chunk allow. A query that sees no key gets zeros. Positions are read on the device only.
-int64_t AttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers);
 
 // The same, with the first dv channels of the keys as values. Buffers have no v. Each key is read
 // once for both products. Widths are multiples of kHeadWidthFactor.
-int64_t LatentAttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchLatentAttention(cudaStream_t stream, const AttentionCall& call,
                                   const AttentionBuffers& buffers);
 
@@ -456,10 +456,6 @@ struct HeadProductBuffers {
 cudaError_t LaunchHeadProduct(cudaStream_t stream, const HeadProductCall& call,
                               const HeadProductBuffers& buffers);
 
-// The tokens of the largest chunk of a recurrence over a prompt. Workspaces have room for whole
-// chunks of this size.
-constexpr int64_t kRecurrenceChunk = 64;
-
 // One token of each of b rows through a gated delta net or through Kimi delta attention, without
 // the projections. The state of a value head is a matrix [d, e].
 struct DeltaStepCall {
@@ -582,7 +578,7 @@ struct Mamba2StepBuffers {
   void* inputs;              // [b, taps - 1, heads p + 2 groups n]; in place
   float* state;              // [b, heads, p, n]; in place
   void* y;                   // [b, heads p]
-  float* gated;              // [b, heads p]; scratch
+  float* gated;              // Mamba2StepWorkspaceBytes: [b, heads p]
 };
 
 cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,

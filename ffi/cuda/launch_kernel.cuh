@@ -60,10 +60,9 @@
 #include <utility>
 
 #include "cuda/kernel_overlap.h"
+#include "shapes.h"
 
 namespace nvfp4 {
-
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(Parameters...),

@@ -78,3 +78,35 @@ def test_without_facts_kernels_are_refused_and_the_reference_runs(replace_extens
     assert choose_backend(problem, RECORDS).name == "reference"
     with pytest.raises(ImportError, match=why):
         facts()
+
+
+def test_memory_of_attention_holds_the_parts_of_the_keys():
+    """264 blocks share the tiles of 64 rows; a part has 256 keys or more."""
+    for (b, t, n, m, s, dv), parts in (
+        ((1, 1, 32, 4, 8192, 128), 32),  # 66 blocks for a tile, and 32 times 256 keys
+        ((1, 1, 32, 4, 65536, 128), 66),
+        ((1, 1, 32, 4, 65536, 256), 33),  # blocks with wide values take twice as much room
+        ((66, 4, 32, 4, 65536, 256), 1),
+    ):
+        expected = 4 * b * t * n * parts * (dv + 2) if parts > 1 else 0
+        assert facts().attention_workspace_bytes(b, t, n, m, s, dv) == expected
+
+
+def test_memory_of_latent_attention_holds_the_parts_of_the_keys():
+    """264 blocks share the tiles of up to 16 rows, and 132 those of more; a part has 64 keys."""
+    for t, parts in ((1, 16), (8, 16), (64, 8)):
+        got = facts().latent_attention_workspace_bytes(1, t, 16, 1, 1024, 512)
+        assert got == 4 * t * 16 * parts * (512 + 2)
+
+
+def test_memory_of_recurrences_holds_whole_chunks():
+    """A chunk has 64 tokens, and a key or a query 128 floats."""
+    b, heads, shared, padded = 2, 3, 4, 128
+    pairs, keys, decays = 64, 128, 2
+    for fact, numbers in (
+        ("mamba2_scan", pairs + decays),
+        ("delta_rule", keys + pairs + decays),
+        ("channel_delta_rule", keys + pairs + decays + 4),  # one for each 32 tokens of a key
+    ):
+        got = getattr(facts(), f"{fact}_workspace_bytes")(b, 65, heads, shared)
+        assert got == 4 * b * padded * heads * (2 * 128 + shared * numbers)

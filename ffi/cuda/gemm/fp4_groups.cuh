@@ -15,8 +15,8 @@
 #include <cuda_runtime.h>
 
 #include "cuda/launch.h"
-#include "cuda/routing/expert_rows.cuh"
-#include "cuda/workspace.cuh"
+#include "cuda/routing/expert_rows.h"
+#include "cuda/workspace.h"
 #include "nvfp4.h"
 
 namespace nvfp4 {

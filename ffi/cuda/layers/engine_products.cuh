@@ -10,7 +10,7 @@
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/routing/group_rows.cuh"
 #include "cuda/routing/sort_by_expert.cuh"
-#include "cuda/workspace.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
 

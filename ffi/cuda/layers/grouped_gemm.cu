@@ -11,7 +11,7 @@
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
 #include "cuda/routing/group_rows.cuh"
-#include "cuda/workspace.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
 namespace {

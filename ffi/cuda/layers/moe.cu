@@ -21,7 +21,7 @@
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
 #include "cuda/routing/sort_by_expert.cuh"
-#include "cuda/workspace.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
 namespace {

@@ -20,7 +20,10 @@
 // (one_expert.cuh).
 #pragma once
 
-#include "cuda/routing/expert_rows.cuh"
+#include <cuda_runtime.h>
+
+#include "cuda/routing/expert_rows.h"
+#include "nvfp4.h"
 
 namespace nvfp4 {
 

@@ -4,42 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
 from jax_nvfp4_moe.backends.launch_facts import facts
 from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
 from jax_nvfp4_moe.ops.causal_attention.meaning import widen
 from jax_nvfp4_moe.ops.positions import PADDING
-from jax_nvfp4_moe.ops.workspace import sections
 from jax_nvfp4_moe.scheme import Problem
-
-# Attention divides the keys of few queries among so many thread blocks. A tile has so many rows,
-# and a part of the keys at least so many keys. For few rows with wide values, it has half as many
-# thread blocks.
-_SPLIT_BLOCKS, _SPLIT_ROWS, _SPLIT_KEYS = 264, 64, 256
-_FEW_ROWS, _NARROW_VALUES = 16, 128
-_LATENT_SPLIT_KEYS = 64  # latent attention has half as many thread blocks for more than few rows
-
-
-def _parts_workspace_bytes(b, t, n, m, s, dv, blocks, keys):
-    """Return the bytes for the float32 results of each part of the keys, if they are divided."""
-    tiles = max(b * m * -(-t * (n // m) // _SPLIT_ROWS), 1)
-    splits = min(blocks // tiles, -(-s // keys))
-    if splits <= 1:
-        return 0
-    return sections(4 * b * t * n * splits * dv, 8 * b * t * n * splits)
-
-
-def attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
-    """Return the bytes of scratch memory for one call of attention."""
-    alone = t * (n // m) <= _FEW_ROWS and dv > _NARROW_VALUES
-    blocks = _SPLIT_BLOCKS // 2 if alone else _SPLIT_BLOCKS
-    return _parts_workspace_bytes(b, t, n, m, s, dv, blocks, _SPLIT_KEYS)
-
-
-def latent_attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
-    """Return the bytes of scratch memory for one call of latent attention."""
-    blocks = _SPLIT_BLOCKS if t * (n // m) <= _FEW_ROWS else _SPLIT_BLOCKS // 2
-    return _parts_workspace_bytes(b, t, n, m, s, dv, blocks, _LATENT_SPLIT_KEYS)
 
 
 def takes_fp8_kernel(rows: int, *widths: int) -> bool:
@@ -88,8 +58,8 @@ def lower_attention(
     The kernel needs a scale above 0. Another sign or a scale of 0 is moved into the queries.
 
     Args:
-      workspace_bytes: ``(b, t, n, m, s, dv) -> int``, the size of the scratch result; the handler
-        checks it.
+      workspace_bytes: name of the fact ``(b, t, n, m, s, dv) -> int``, the size of the scratch
+        result.
       fp8_target: name of the target for keys and values in FP8. If `takes_fp8_kernel` is False,
         XLA widens all keys and values to the dtype of the queries instead.
     """
@@ -128,7 +98,7 @@ def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, ch
         q, scale = q * jnp.asarray(np.sign(scale), q.dtype), abs(scale) or 1.0
     outputs = (
         jax.ShapeDtypeStruct((b, t, n, dv), q.dtype),
-        jax.ShapeDtypeStruct((workspace_bytes(b, t, n, m, s, dv),), jnp.uint8),
+        scratch(getattr(facts(), workspace_bytes)(b, t, n, m, s, dv)),
     )
     return kernel_call(ffi_target, outputs)(
         q,
@@ -175,7 +145,7 @@ ATTENTION_CUDA = Backend(
             lower_attention,
             "nvfp4_attention_cuda",
             "nvfp4_attention_fp8_cuda",
-            workspace_bytes=attention_workspace_bytes,
+            workspace_bytes="attention_workspace_bytes",
         )
     },
     (CUDA,),
@@ -191,7 +161,7 @@ LATENT_ATTENTION_CUDA = Backend(
         "latent_attention": Kernel(
             lower_latent_attention,
             "nvfp4_latent_attention_cuda",
-            workspace_bytes=latent_attention_workspace_bytes,
+            workspace_bytes="latent_attention_workspace_bytes",
         )
     },
     (CUDA,),

@@ -1,10 +1,10 @@
 // Divides one workspace buffer into arrays. With a null buffer, the same calls only count its
-// bytes.
+// bytes. This file uses neither XLA nor CUDA.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/routing/expert_rows.cuh"
+#include "cuda/routing/expert_rows.h"
 
 namespace nvfp4 {
 
