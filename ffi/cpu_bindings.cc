@@ -9,7 +9,7 @@
 // take an optional attribute `isa`: "auto" (the default), or a name that isa_levels() returns.
 //
 // XLA gives CPU handlers no allocator, so scratch memory is the last result, uint8 [bytes].
-// ops/experts/cpu.py computes its size. If it is smaller than the whole call needs, the ops work in
+// cpu/workspace_rounds.h has its size. If it is smaller than the whole call needs, the ops work in
 // several rounds.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>

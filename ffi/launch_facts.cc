@@ -4,9 +4,14 @@
 // lowered for a GPU without the other one.
 #include "launch_facts.h"
 
-#include <cstdint>
+#include <nanobind/stl/tuple.h>
 
+#include <cstdint>
+#include <tuple>
+
+#include "cpu/workspace_rounds.h"
 #include "cuda/attention/splits.h"
+#include "cuda/layers/workspaces.h"
 #include "cuda/limits.h"
 #include "cuda/recurrent/chunk_sizes.h"
 #include "shapes.h"
@@ -31,7 +36,6 @@ constexpr Number kNumbers[] = {
     {"SHARED_BYTES_SM90", kSharedBytesSm90},
     {"SHARED_BYTES_SM120", kSharedBytesSm120},
     {"SHARED_BYTES_LATENT_ATTENTION", kSharedBytesLatentAttention},
-    {"AMAX_PARTIALS", kAmaxPartials},
 };
 
 // Stands for no upper bound but that of all matrices: OPEN of backends/record.py, less 1.
@@ -66,27 +70,97 @@ constexpr Sizes kSizes[] = {
     {"CONVOLUTION_COLUMNS", 0, kMaxExtent, kConvolutionFactor},
 };
 
-// The bytes of scratch memory that a call needs.
-struct AttentionWorkspace {
-  const char* name;
-  int64_t (*bytes)(const AttentionShape& shape);
-};
+// Activations in 16 bits need the same memory, whichever type they have.
+DataType TypeOfSize(int64_t itemsize) { return itemsize == 4 ? DataType::kF32 : DataType::kBF16; }
 
-constexpr AttentionWorkspace kAttentionWorkspaces[] = {
-    {"attention_workspace_bytes", AttentionWorkspaceBytes},
-    {"latent_attention_workspace_bytes", LatentAttentionWorkspaceBytes},
-};
+// Returns {FFI target: function that returns the bytes of scratch memory of a call}.
+nb::dict WorkspaceBytes() {
+  nb::dict bytes;
+  const auto add = [&](const char* target, const auto& function, const auto&... names) {
+    bytes[target] = nb::cpp_function(function, names...);
+  };
+  // An expert layer; `itemsize` is that of x.
+  const auto add_moe = [&](const char* target, auto of_shape) {
+    add(
+        target,
+        [of_shape](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i, bool gated,
+                   int64_t itemsize) -> int64_t {
+          return of_shape(MoEShape{t, top_k, e, h, i, gated ? 2 * i : i}, TypeOfSize(itemsize));
+        },
+        "t"_a, "top_k"_a, "e"_a, "h"_a, "i"_a, "gated"_a, "itemsize"_a);
+  };
+  add_moe("nvfp4_moe_w4a16_sm80", MoEW4A16WorkspaceBytes);
+  add_moe("nvfp4_moe_w4a16_sm90", MoEW4A16WorkspaceBytes);
+  add_moe("nvfp4_moe_w4a4_sm120",
+          [](const MoEShape& shape, DataType) { return MoEW4A4WorkspaceBytes(shape); });
+  add_moe("nvfp4_moe_w4a4_sm100",
+          [](const MoEShape& shape, DataType) { return MoEW4A4Sm100WorkspaceBytes(shape); });
+  // A grouped GEMM, likewise.
+  const auto add_grouped = [&](const char* target, auto of_shape) {
+    add(
+        target,
+        [of_shape](int64_t m, int64_t e, int64_t n, int64_t k, int64_t itemsize) -> int64_t {
+          return of_shape(GroupedGemmShape{m, n, n, k, e, 1}, TypeOfSize(itemsize));
+        },
+        "m"_a, "e"_a, "n"_a, "k"_a, "itemsize"_a);
+  };
+  add_grouped("nvfp4_grouped_gemm_w4a16_sm80", GroupedGemmW4A16WorkspaceBytes);
+  add_grouped("nvfp4_grouped_gemm_w4a16_sm90", GroupedGemmW4A16WorkspaceBytes);
+  add_grouped("nvfp4_grouped_gemm_w4a4_sm120", [](const GroupedGemmShape& shape, DataType) {
+    return GroupedGemmW4A4WorkspaceBytes(shape);
+  });
+  add_grouped("nvfp4_grouped_gemm_w4a4_sm100", [](const GroupedGemmShape& shape, DataType) {
+    return GroupedGemmW4A4Sm100WorkspaceBytes(shape);
+  });
+  // Without a given global scale, the kernel on a GPU searches the largest magnitude in pieces.
+  add("nvfp4_quantize_cuda", &QuantizeWorkspaceBytes, "searches"_a);
+  add("nvfp4_quantize_cpu", [](bool) { return 0; }, "searches"_a);
+  const auto add_attention = [&](const char* target, int64_t (*of_shape)(const AttentionShape&)) {
+    add(
+        target,
+        [of_shape](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s, int64_t dv) {
+          return of_shape({b, t, n, m, s, dv, dv});
+        },
+        "b"_a, "t"_a, "n"_a, "m"_a, "s"_a, "dv"_a);
+  };
+  add_attention("nvfp4_attention_cuda", AttentionWorkspaceBytes);
+  add_attention("nvfp4_attention_fp8_cuda", AttentionWorkspaceBytes);
+  add_attention("nvfp4_latent_attention_cuda", LatentAttentionWorkspaceBytes);
+  add(
+      "nvfp4_delta_rule_cuda",
+      [](int64_t b, int64_t t, int32_t m, int32_t r, bool channel_decays) {
+        return ChunkWorkspaceBytes(channel_decays ? Recurrence::kChannelDelta : Recurrence::kDelta,
+                                   {b, t, m, r, 0, 0});
+      },
+      "b"_a, "t"_a, "m"_a, "r"_a, "channel_decays"_a);
+  add(
+      "nvfp4_mamba2_scan_cuda",
+      [](int64_t b, int64_t t, int32_t groups, int32_t shared) {
+        return ChunkWorkspaceBytes(Recurrence::kMamba2, {b, t, groups, shared, 0, 0});
+      },
+      "b"_a, "t"_a, "groups"_a, "shared"_a);
+  add("nvfp4_mamba2_step_cuda", &Mamba2StepWorkspaceBytes, "b"_a, "heads"_a, "p"_a);
+  return bytes;
+}
 
-struct RecurrenceWorkspace {
-  const char* name;
-  Recurrence recurrence;
-};
-
-constexpr RecurrenceWorkspace kRecurrenceWorkspaces[] = {
-    {"delta_rule_workspace_bytes", Recurrence::kDelta},
-    {"channel_delta_rule_workspace_bytes", Recurrence::kChannelDelta},
-    {"mamba2_scan_workspace_bytes", Recurrence::kMamba2},
-};
+// Returns {FFI target: function that returns the fields of WorkspaceRounds}.
+nb::dict Rounds() {
+  const auto fields = [](const cpu::WorkspaceRounds& rounds) {
+    return std::make_tuple(rounds.fixed, rounds.of_row, rounds.most_rows);
+  };
+  nb::dict rounds;
+  rounds["nvfp4_moe_w4a16_cpu"] = nb::cpp_function(
+      [fields](int64_t top_k, int64_t e, int64_t h, int64_t i, bool, int64_t itemsize) {
+        return fields(cpu::MoEW4A16CpuRounds(top_k, e, h, i, TypeOfSize(itemsize)));
+      },
+      "top_k"_a, "e"_a, "h"_a, "i"_a, "gated"_a, "itemsize"_a);
+  rounds["nvfp4_grouped_gemm_w4a16_cpu"] = nb::cpp_function(
+      [fields](int64_t e, int64_t, int64_t k, int64_t itemsize) {
+        return fields(cpu::GroupedGemmW4A16CpuRounds(e, k, TypeOfSize(itemsize)));
+      },
+      "e"_a, "n"_a, "k"_a, "itemsize"_a);
+  return rounds;
+}
 
 }  // namespace
 
@@ -97,26 +171,8 @@ void DefineLaunchFacts(nb::module_ m) {
   for (const Sizes& sizes : kSizes) {
     m.attr(sizes.name) = range(sizes.least, sizes.most + 1, sizes.factor);
   }
-  for (const AttentionWorkspace& workspace : kAttentionWorkspaces) {
-    m.def(
-        workspace.name,
-        [bytes = workspace.bytes](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s,
-                                  int64_t dv) { return bytes({b, t, n, m, s, dv, dv}); },
-        "b"_a, "t"_a, "n"_a, "m"_a, "s"_a, "dv"_a,
-        "Return the bytes of scratch memory for n query heads and m key heads of s keys.");
-  }
-  for (const RecurrenceWorkspace& workspace : kRecurrenceWorkspaces) {
-    m.def(
-        workspace.name,
-        [recurrence = workspace.recurrence](int64_t b, int64_t t, int32_t key_heads,
-                                            int32_t shared) {
-          return ChunkWorkspaceBytes(recurrence, {b, t, key_heads, shared, 0, 0});
-        },
-        "b"_a, "t"_a, "key_heads"_a, "shared"_a,
-        "Return the bytes of scratch memory for `shared` heads of each key head, or of a group.");
-  }
-  m.def("mamba2_step_workspace_bytes", &Mamba2StepWorkspaceBytes, "b"_a, "heads"_a, "p"_a,
-        "Return the bytes of scratch memory for one token of b rows.");
+  m.attr("WORKSPACE_BYTES") = WorkspaceBytes();
+  m.attr("WORKSPACE_ROUNDS") = Rounds();
 }
 
 }  // namespace nvfp4

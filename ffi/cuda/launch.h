@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "cuda/attention/splits.h"
+#include "cuda/layers/workspaces.h"
 #include "cuda/limits.h"
 #include "cuda/recurrent/chunk_sizes.h"
 #include "shapes.h"
@@ -41,7 +42,7 @@ struct MoEBuffers {
   const int32_t* expert_ids;    // [t, top_k], any value
   const float* expert_weights;  // [t, top_k]
   void* y;                      // [t, h]
-  void* workspace;              // MoEWorkspaceBytes
+  void* workspace;              // see workspaces.h
   // If LaunchMoEW4A16 leaves out its last step, it writes here what that needs. If this is null, it
   // does not leave it out.
   InputCombine* combine = nullptr;
@@ -84,19 +85,15 @@ struct MoECall {
   int64_t output_bytes() const { return shape.t * shape.h * Bytes(type); }
 };
 
-// An expert layer on the plain kernels. ops/experts/cuda.py has the same formulas for all
-// workspaces, and a test compares them.
-int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
+// An expert layer on the plain kernels.
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 // An expert layer on call.engine, which is kSm80 or kSm90. call.type must be bf16 or f16, and h and
 // i at most kMaxEngineExtent.
-int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape);
 cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 // An expert layer on FP4 tensor cores, with call.engine kSm120. Activations must be quantized, and
 // HasSm120() must be true.
-int64_t MoEW4A4WorkspaceBytes(const MoEShape& shape);
 cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 // Whether this build has code of the engine kSm120 for the current device.
@@ -110,8 +107,6 @@ int64_t CombinedFewSharedBytes(int64_t slots, int64_t k);
 
 // An expert layer on FP4 tensor cores of compute capability 10.x. Weights must have the layout
 // "fp4_128x64", call.type must be bf16, and activations must be quantized.
-constexpr int64_t kMaxChunkSlots = 65536;  // slots of one chunk
-int64_t MoEW4A4Sm100WorkspaceBytes(const MoEShape& shape);
 cudaError_t LaunchMoEW4A4Sm100(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 struct GroupedGemmBuffers {
@@ -120,7 +115,7 @@ struct GroupedGemmBuffers {
   // [e]; negative sizes count as 0, and the sum is cut to m. If null, one expert owns all rows.
   const int32_t* group_sizes;
   void* y;                          // [m, n]; rows past the sum become zeros
-  void* workspace;                  // GroupedGemmWorkspaceBytes
+  void* workspace;                  // see workspaces.h
   const InputNorm* norm = nullptr;  // computes x; null if x exists. LaunchGroupedGemmW4A16 alone
 };
 
@@ -138,31 +133,20 @@ struct GroupedGemmCall {
 };
 
 // A grouped GEMM on the plain kernels.
-int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
                               const GroupedGemmBuffers& buffers);
 
-// How many rows one chunk has, which bounds the workspace. The tile scheduler counts the cost of up
-// to 2^18 rows, and the engines find a row by a 32-bit number of 16-byte units.
-inline int64_t EngineChunkRows(const GroupedGemmShape& shape) {
-  constexpr int64_t kMaxRowsAtOnce = 1 << 18, kUnits = (int64_t{1} << 32) - 1;
-  return std::min({shape.m, kMaxRowsAtOnce, kUnits / (shape.k / 8)});
-}
-
 // A grouped GEMM on call.engine, which is kSm80 or kSm90. call.type must be bf16 or f16, and n, k
 // and parts at most kMaxEngineExtent. m * k has no bound.
-int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers);
 
 // A grouped GEMM on FP4 tensor cores of 12.x. Activations must be quantized. m * k has no bound.
-int64_t GroupedGemmW4A4WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A4(cudaStream_t stream, const GroupedGemmCall& call,
                                   const GroupedGemmBuffers& buffers);
 
 // A grouped GEMM on FP4 tensor cores of 10.x, with the needs of LaunchMoEW4A4Sm100. m * k and n * k
 // must be below 2^35.
-int64_t GroupedGemmW4A4Sm100WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCall& call,
                                        const GroupedGemmBuffers& buffers);
 

@@ -25,8 +25,12 @@ constexpr int64_t kMaxEngineExtent = 1 << 18;
 constexpr int64_t kSharedBytesSm80 = 67232, kSharedBytesSm90 = 225280, kSharedBytesSm120 = 83104;
 constexpr int64_t kSharedBytesLatentAttention = 99328;
 
-// Pieces of x whose largest magnitudes LaunchQuantize finds first, each a word of the workspace.
+// Pieces of x whose largest magnitudes LaunchQuantize finds first, each a word of its workspace. It
+// searches if no global scale is given.
 constexpr int kAmaxPartials = 256;
+constexpr int64_t QuantizeWorkspaceBytes(bool searches) {
+  return searches ? kAmaxPartials * static_cast<int64_t>(sizeof(uint32_t)) : 0;
+}
 
 // The widest key and value of attention, and the number of which each width is a multiple.
 constexpr int64_t kMaxHeadWidth = 256, kHeadWidthFactor = 8;

@@ -40,3 +40,13 @@ def facts() -> Any:
     if found is None:
         raise ImportError(reason)
     return found
+
+
+def workspace_bytes(ffi_target: str, *sizes: int) -> int:
+    """Return the bytes of scratch memory that a call of an FFI target needs.
+
+    Args:
+      ffi_target: name of the target.
+      *sizes: the sizes of the call, as ``ffi/launch_facts.cc`` lists them for the target.
+    """
+    return facts().WORKSPACE_BYTES[ffi_target](*sizes)

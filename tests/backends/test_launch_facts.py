@@ -6,7 +6,7 @@ import types
 import pytest
 
 from jax_nvfp4_moe.backends import launch_facts
-from jax_nvfp4_moe.backends.launch_facts import facts, why_missing
+from jax_nvfp4_moe.backends.launch_facts import facts, why_missing, workspace_bytes
 from jax_nvfp4_moe.backends.record import Backend
 from jax_nvfp4_moe.backends.resolution import choose_backend, reasons_against
 from jax_nvfp4_moe.ops.records import RECORDS, find_backend
@@ -89,13 +89,13 @@ def test_memory_of_attention_holds_the_parts_of_the_keys():
         ((66, 4, 32, 4, 65536, 256), 1),
     ):
         expected = 4 * b * t * n * parts * (dv + 2) if parts > 1 else 0
-        assert facts().attention_workspace_bytes(b, t, n, m, s, dv) == expected
+        assert workspace_bytes("nvfp4_attention_cuda", b, t, n, m, s, dv) == expected
 
 
 def test_memory_of_latent_attention_holds_the_parts_of_the_keys():
     """264 blocks share the tiles of up to 16 rows, and 132 those of more; a part has 64 keys."""
     for t, parts in ((1, 16), (8, 16), (64, 8)):
-        got = facts().latent_attention_workspace_bytes(1, t, 16, 1, 1024, 512)
+        got = workspace_bytes("nvfp4_latent_attention_cuda", 1, t, 16, 1, 1024, 512)
         assert got == 4 * t * 16 * parts * (512 + 2)
 
 
@@ -103,10 +103,53 @@ def test_memory_of_recurrences_holds_whole_chunks():
     """A chunk has 64 tokens, and a key or a query 128 floats."""
     b, heads, shared, padded = 2, 3, 4, 128
     pairs, keys, decays = 64, 128, 2
-    for fact, numbers in (
-        ("mamba2_scan", pairs + decays),
-        ("delta_rule", keys + pairs + decays),
-        ("channel_delta_rule", keys + pairs + decays + 4),  # one for each 32 tokens of a key
+    for rule, more, numbers in (
+        ("mamba2_scan", (), pairs + decays),
+        ("delta_rule", (False,), keys + pairs + decays),
+        ("delta_rule", (True,), keys + pairs + decays + 4),  # 4 times 32 channels of a key
     ):
-        got = getattr(facts(), f"{fact}_workspace_bytes")(b, 65, heads, shared)
+        got = workspace_bytes(f"nvfp4_{rule}_cuda", b, 65, heads, shared, *more)
         assert got == 4 * b * padded * heads * (2 * 128 + shared * numbers)
+
+
+MEMORY = {"WORKSPACE_BYTES": facts().WORKSPACE_BYTES, "WORKSPACE_ROUNDS": facts().WORKSPACE_ROUNDS}
+
+
+@pytest.mark.parametrize("table", MEMORY)
+def test_memory_is_that_of_targets(table):
+    targets = {target for record in RECORDS for target in record.ffi_targets}
+    assert MEMORY[table].keys() <= targets
+
+
+@pytest.mark.parametrize("target", [one for one in facts().WORKSPACE_BYTES if "_moe_" in one])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_memory_of_a_layer_holds_what_its_products_exchange(target, gated, size):
+    """A chunk has 65536 slots: their order, and the inputs, or outputs, of the second product."""
+    top_k, e, h, i = 8, 128, 2048, 768
+    sizes = top_k, e, h, i, gated, size
+    few, many, more = (workspace_bytes(target, t, *sizes) for t in (64, 8192, 8193))
+    assert few < many == more
+    bits = 4 if "_w4a4_" in target else 8 * size
+    chunk = 32768 if size == 4 and bits == 32 else 65536  # the plain kernels sort fewer slots
+    assert many >= chunk * (4 + i * bits // 8 + 2 * h)
+    assert workspace_bytes(target, 0, *sizes) >= 0
+
+
+def test_memory_of_calls_that_no_engine_takes_is_that_of_the_plain_kernels():
+    """They keep no partial sums, and the outputs of the second product in float32."""
+    target, wide = "nvfp4_moe_w4a16_sm90", facts().MAX_ENGINE_EXTENT
+    sums = 32 << 20
+    for h, size, plain in ((wide, 2, False), (wide + 16, 2, True), (64, 4, True)):
+        got = workspace_bytes(target, 1, 1, 1, h, 64, True, size)
+        assert (got < sums) is plain
+    assert workspace_bytes(target, 1, 1, 1, wide + 16, 64, True, 2) > 4 * wide
+
+
+def test_rounds_of_the_cpu_kernels_stay_below_their_bound():
+    """The memory grows with the tokens, up to those of a round of 256 MiB and one slot each."""
+    for sizes in ((8, 128, 2048, 768, True, 2), (1, 4, 1 << 22, 64, False, 4)):
+        fixed, of_token, most = facts().WORKSPACE_ROUNDS["nvfp4_moe_w4a16_cpu"](*sizes)
+        assert most == max((256 << 20) // of_token, 1)
+        assert of_token >= sizes[0] * sizes[5] * (sizes[2] + sizes[3])
+        assert fixed >= 16 * of_token // sizes[0]  # kernels read 15 rows past the last one

@@ -37,8 +37,6 @@ cudaError_t LaunchChosenDense(cudaStream_t stream, const DenseFewCall& call,
 }
 
 // The plain kernels are not compiled: their instructions have no replacement here.
-int64_t MoEWorkspaceBytes(const MoEShape&, DataType) { return 0; }
-int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape&) { return 0; }
 cudaError_t LaunchMoE(cudaStream_t, const MoECall&, const MoEBuffers&) {
   return cudaErrorNotSupported;
 }

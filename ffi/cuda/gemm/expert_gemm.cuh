@@ -17,6 +17,7 @@
 #include "cuda/gemm/weight_tile.cuh"
 #include "cuda/launch.h"
 #include "cuda/scheduling/tile_scheduler.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
 
@@ -34,11 +35,6 @@ struct LeftOperand {
   // row.
   const uint8_t* block_scale = nullptr;
 };
-
-constexpr int64_t kPaddedK = 128;
-__host__ __device__ constexpr int64_t PadK(int64_t k) {
-  return (k + kPaddedK - 1) / kPaddedK * kPaddedK;
-}
 
 // The output [*, columns] of `type`.
 struct Output {
@@ -121,11 +117,5 @@ constexpr int64_t MaxSharedBytes(const Variant (&variants)[kCount]) {
   for (const Variant& variant : variants) most = std::max<int64_t>(most, variant.shared_bytes);
   return most;
 }
-
-// Bounds that size the workspace for every device: the blocks of a schedule, and the bytes of all
-// partial sums.
-constexpr int32_t kMaxBlocks = 768;
-constexpr int64_t kMinTileRows = 8;
-constexpr int64_t kPartialSumBytes = int64_t{32} << 20;
 
 }  // namespace nvfp4

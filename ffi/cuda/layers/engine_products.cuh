@@ -14,33 +14,6 @@
 
 namespace nvfp4 {
 
-// Tables of up to two GEMMs that have the same rows.
-struct ProductTables {
-  ExpertRows rows;
-  WorkStart* starts[2];
-  int32_t* ready[2];
-  float* partial_sums;
-};
-
-// Takes tables for `products` GEMMs of `max_rows` rows. `sorted` rows need no list of their slots.
-inline ProductTables TakeProductTables(Sections* sections, int64_t max_rows, int64_t experts,
-                                       bool sorted, int products) {
-  ProductTables tables = {};
-  tables.rows = TakeExpertRows(sections, max_rows, experts, kMinTileRows, sorted);
-  for (int product = 0; product < products; ++product) {
-    tables.starts[product] = sections->Take<WorkStart>(kMaxBlocks + 1);
-    tables.ready[product] = sections->Take<int32_t>(kReadyFlags * kMaxBlocks);
-  }
-  tables.partial_sums = sections->Take<float>(kPartialSumBytes / 4);
-  return tables;
-}
-
-// How many tokens one chunk has: as many as sort_by_expert.cu can sort. Chunks bound the workspace.
-inline int64_t ChunkTokens(const MoEShape& shape) {
-  constexpr int64_t kChunkSlots = 65536;
-  return std::min(shape.t, kChunkSlots / std::max<int64_t>(shape.top_k, 1));
-}
-
 // The chunk of tokens that begins at `first`.
 struct TokenChunk {
   const void* x;

@@ -22,27 +22,9 @@
 namespace nvfp4 {
 namespace {
 
-struct Workspace {
-  ProductTables tables;
-  uint8_t* rounded;  // [rows of a chunk, k]; unused in W4A16
-  float* row_scale;  // [rows of a chunk]
-  int64_t bytes;
-};
-
-Workspace TakeWorkspace(void* buffer, const GroupedGemmShape& shape) {
-  Sections sections(buffer);
-  Workspace workspace;
-  const int64_t rows = EngineChunkRows(shape);
-  workspace.tables = TakeProductTables(&sections, rows, shape.e, /*sorted=*/true, 1);
-  workspace.rounded = sections.Take<uint8_t>(2 * rows * shape.k);
-  workspace.row_scale = sections.Take<float>(rows);
-  workspace.bytes = sections.bytes();
-  return workspace;
-}
-
 cudaError_t LaunchChunk(cudaStream_t stream, const GroupedGemmCall& call,
-                        const GroupedGemmBuffers& buffers, const Workspace& workspace,
-                        const RowChunk& chunk) {
+                        const GroupedGemmBuffers& buffers,
+                        const GroupedGemmW4A16Workspace& workspace, const RowChunk& chunk) {
   const GemmPlan plan = PlanGemm(call.engine, chunk.rows, call.shape.e);
   ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, plan);
   const bool quantized = call.activation_scale != ActivationScale::kNone;
@@ -100,10 +82,6 @@ cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
 
 }  // namespace
 
-int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape) {
-  return TakeWorkspace(nullptr, shape).bytes;
-}
-
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers) {
   const LinearFewCut cut = call.is_empty() ? LinearFewCut{} : CutCall(call, buffers);
@@ -117,7 +95,7 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
   }
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   if (cut.fits()) return LaunchFew(stream, call, buffers, cut);
-  const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
+  const GroupedGemmW4A16Workspace workspace = TakeGroupedGemmW4A16(buffers.workspace, call.shape);
   return ForRowChunks(call, buffers, [&](const RowChunk& chunk) {
     return LaunchChunk(stream, call, buffers, workspace, chunk);
   });

@@ -22,28 +22,8 @@
 namespace nvfp4 {
 namespace {
 
-struct Workspace {
-  ProductTables tables;
-  QuantizedRows inputs;     // [slots, h]
-  QuantizedRows activated;  // [slots, i]
-  uint8_t* down;            // [slots, h]; until GEMM 2 runs, a [slots, i] if it has 16 bits
-  int64_t bytes;
-};
-
-Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
-  Sections sections(buffer);
-  const int64_t slots = ChunkTokens(shape) * shape.top_k;
-  Workspace workspace;
-  workspace.tables = TakeProductTables(&sections, slots, shape.e, /*sorted=*/false, 2);
-  workspace.inputs = TakeQuantizedRows(&sections, slots, PadK(shape.h));
-  workspace.activated = TakeQuantizedRows(&sections, slots, PadK(shape.i));
-  workspace.down = sections.Take<uint8_t>(2 * slots * std::max(shape.h, shape.i));
-  workspace.bytes = sections.bytes();
-  return workspace;
-}
-
 cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
-                        const Workspace& workspace, int64_t first) {
+                        const MoEW4A4Workspace& workspace, int64_t first) {
   const MoEShape& shape = call.shape;
   const TokenChunk chunk = MakeTokenChunk(call, buffers, first);
   const GemmPlan plan = PlanSm120(chunk.slots, shape.e);
@@ -75,11 +55,9 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
 
 }  // namespace
 
-int64_t MoEW4A4WorkspaceBytes(const MoEShape& shape) { return TakeWorkspace(nullptr, shape).bytes; }
-
 cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
-  const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
+  const MoEW4A4Workspace workspace = TakeMoEW4A4(buffers.workspace, call.shape);
   for (int64_t first = 0; first < call.shape.t; first += ChunkTokens(call.shape)) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchChunk(stream, call, buffers, workspace, first));
   }

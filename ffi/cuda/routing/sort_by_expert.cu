@@ -34,7 +34,7 @@ constexpr int kThreads = kPlanThreads;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kSegmentSlots = 2048;
 constexpr int kRounds = kSegmentSlots / kThreads;  // at most; a warp counts 32 slots in a round
-static_assert(65536 / kSegmentSlots <= kMaxSegments, "counts of each segment");
+static_assert(kChunkSlots / kSegmentSlots <= kMaxSegments, "counts of each segment");
 
 // Counts the rows of each expert in the segment of this block: counts[segment, expert].
 __global__ void __launch_bounds__(kThreads, 1)

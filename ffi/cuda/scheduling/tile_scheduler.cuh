@@ -23,6 +23,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/routing/expert_rows.h"
+#include "cuda/scheduling/schedule_memory.h"
 #include "nvfp4.h"
 
 namespace nvfp4 {
@@ -46,12 +47,6 @@ NVFP4_HOST_DEVICE ExpertTiles CutRows(uint32_t rows, uint32_t tile_rows) {
   return {static_cast<int32_t>((rows + tile_rows - 1) / tile_rows),
           static_cast<int32_t>(rows < tile_rows ? rows : tile_rows)};
 }
-
-// Where a stream-K range starts.
-struct WorkStart {
-  int32_t output_tile;
-  int32_t step;  // over k, in this tile
-};
 
 // A range does not begin or end near an end of an output tile, within this fraction of the tile. It
 // begins or ends at that end instead.
@@ -106,8 +101,6 @@ struct TileSchedules {
   int count;
   TileSchedule schedule[2];
 };
-
-constexpr int kReadyFlags = 8;  // flags of a block: one for each of its warpgroups
 
 NVFP4_HOST_DEVICE int32_t TileSchedule::ready_count() const {
   return taken ? 1 : kReadyFlags * blocks;

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
-from jax_nvfp4_moe.backends.launch_facts import facts
+from jax_nvfp4_moe.backends.launch_facts import facts, workspace_bytes
 from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
 from jax_nvfp4_moe.ops.causal_attention.meaning import widen
 from jax_nvfp4_moe.ops.positions import PADDING
@@ -48,7 +48,6 @@ def lower_attention(
     k_scale=None,
     v_scale=None,
     *,
-    workspace_bytes,
     scale,
     window,
     chunk,
@@ -58,8 +57,6 @@ def lower_attention(
     The kernel needs a scale above 0. Another sign or a scale of 0 is moved into the queries.
 
     Args:
-      workspace_bytes: name of the fact ``(b, t, n, m, s, dv) -> int``, the size of the scratch
-        result.
       fp8_target: name of the target for keys and values in FP8. If `takes_fp8_kernel` is False,
         XLA widens all keys and values to the dtype of the queries instead.
     """
@@ -70,22 +67,18 @@ def lower_attention(
         else:
             entries = widen(k, k_scale, q.dtype), widen(v, v_scale, q.dtype)
     visible, operands = (scale, window, chunk), (q, entries, positions, sinks)
-    return _call_attention(target, workspace_bytes, operands, v.shape[3], *visible)
+    return _call_attention(target, operands, v.shape[3], *visible)
 
 
 def lower_latent_attention(
-    ffi_target, q, k, positions, sinks, *, workspace_bytes, value_width, scale, window, chunk
+    ffi_target, q, k, positions, sinks, *, value_width, scale, window, chunk
 ):
-    """Lower attention without separate values to an FFI target.
-
-    Args:
-      workspace_bytes: see `lower_attention`.
-    """
+    """Lower attention without separate values to an FFI target."""
     visible, operands = (scale, window, chunk), (q, (k,), positions, sinks)
-    return _call_attention(ffi_target, workspace_bytes, operands, value_width, *visible)
+    return _call_attention(ffi_target, operands, value_width, *visible)
 
 
-def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, chunk):
+def _call_attention(ffi_target, operands, dv, scale, window, chunk):
     """Call a kernel of attention; see `lower_attention`.
 
     `operands` are the queries, a tuple of the keys and perhaps the values and their scales,
@@ -98,7 +91,7 @@ def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, ch
         q, scale = q * jnp.asarray(np.sign(scale), q.dtype), abs(scale) or 1.0
     outputs = (
         jax.ShapeDtypeStruct((b, t, n, dv), q.dtype),
-        scratch(getattr(facts(), workspace_bytes)(b, t, n, m, s, dv)),
+        scratch(workspace_bytes(ffi_target, b, t, n, m, s, dv)),
     )
     return kernel_call(ffi_target, outputs)(
         q,
@@ -145,7 +138,6 @@ ATTENTION_CUDA = Backend(
             lower_attention,
             "nvfp4_attention_cuda",
             "nvfp4_attention_fp8_cuda",
-            workspace_bytes="attention_workspace_bytes",
         )
     },
     (CUDA,),
@@ -161,7 +153,6 @@ LATENT_ATTENTION_CUDA = Backend(
         "latent_attention": Kernel(
             lower_latent_attention,
             "nvfp4_latent_attention_cuda",
-            workspace_bytes="latent_attention_workspace_bytes",
         )
     },
     (CUDA,),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
-from jax_nvfp4_moe.backends.launch_facts import facts
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.ops.checks import check_recurrence, read_lengths, read_result_dtype
 from jax_nvfp4_moe.ops.documentation import public_op
@@ -122,8 +122,7 @@ def _lower(ffi_target, q, k, v, g, beta, state, lengths=None, *, normalize, dtyp
         y, new = _lower(ffi_target, *operands, normalize=normalize, dtype=None)
         return y.reshape(b, t, m, r, e), new.reshape(state.shape)
     lengths = jnp.zeros(0, jnp.int32) if lengths is None else lengths
-    name = "channel_delta_rule" if channel_decays else "delta_rule"
-    size = getattr(facts(), f"{name}_workspace_bytes")(b, t, m, r)
+    size = workspace_bytes(ffi_target, b, t, m, r, channel_decays)
     call = kernel_call(ffi_target, (v, state, scratch(size)), input_output_aliases={6: 1})
     return tuple(call(q, k, v, g, beta, lengths, state, normalize=bool(normalize))[:2])
 

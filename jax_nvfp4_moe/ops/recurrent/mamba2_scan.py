@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
-from jax_nvfp4_moe.backends.launch_facts import facts
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.ops.checks import check_recurrence, read_lengths, read_result_dtype
 from jax_nvfp4_moe.ops.documentation import public_op
@@ -111,7 +111,7 @@ def _lower(ffi_target, x, dt, a, B, C, D, state, lengths=None, *, dtype):
     del dtype
     lengths = jnp.zeros(0, jnp.int32) if lengths is None else lengths
     (b, t, heads, _), groups = x.shape, B.shape[2]
-    size = facts().mamba2_scan_workspace_bytes(b, t, groups, heads // groups)
+    size = workspace_bytes(ffi_target, b, t, groups, heads // groups)
     results = (x, jax.ShapeDtypeStruct(state.shape, x.dtype))
     call = kernel_call(
         ffi_target,
