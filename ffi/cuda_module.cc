@@ -47,9 +47,4 @@ NB_MODULE(_nvfp4_cuda, m) {
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
       "Return whether GPUs of compute capability 9.0 can run the targets for 10.x and 12.x, by "
       "emulation.");
-  // The following functions are for tests, which compare them with ops/experts/cuda_notes.py.
-  m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
-        "Return the bytes of shared memory that a block of GEMM 1 for few slots needs.");
-  m.def("combined_few_shared_bytes", &nvfp4::CombinedFewSharedBytes,
-        "Return the bytes of shared memory that a block of GEMM 2 for few slots needs.");
 }

@@ -11,6 +11,7 @@
 
 #include "cpu/workspace_rounds.h"
 #include "cuda/attention/splits.h"
+#include "cuda/layers/forms.h"
 #include "cuda/layers/workspaces.h"
 #include "cuda/limits.h"
 #include "cuda/recurrent/chunk_sizes.h"
@@ -36,6 +37,8 @@ constexpr Number kNumbers[] = {
     {"SHARED_BYTES_SM90", kSharedBytesSm90},
     {"SHARED_BYTES_SM120", kSharedBytesSm120},
     {"SHARED_BYTES_LATENT_ATTENTION", kSharedBytesLatentAttention},
+    {"FEW_STATIC_BYTES", kFewStaticBytes},
+    {"COMBINED_STATIC_BYTES", kCombinedStaticBytes},
 };
 
 // Stands for no upper bound but that of all matrices: OPEN of backends/record.py, less 1.
@@ -171,6 +174,29 @@ void DefineLaunchFacts(nb::module_ m) {
   for (const Sizes& sizes : kSizes) {
     m.attr(sizes.name) = range(sizes.least, sizes.most + 1, sizes.factor);
   }
+  m.def(
+      "most_unsorted_tokens",
+      [](int64_t top_k, int64_t h, int64_t i, bool gated, bool token_scales, int64_t shared_bytes) {
+        const auto scale = token_scales ? ActivationScale::kToken : ActivationScale::kNone;
+        return MostUnsortedTokens(MoEShape{0, top_k, 1, h, i, gated ? 2 * i : i}, DataType::kBF16,
+                                  scale, shared_bytes);
+      },
+      "top_k"_a, "h"_a, "i"_a, "gated"_a, "token_scales"_a, "shared_bytes"_a,
+      "Return up to how many tokens an expert layer runs without sorting them by expert.");
+  m.def(
+      "few_slots_shared_bytes",
+      [](int64_t slots, int64_t top_k, int64_t h, int64_t i) {
+        return FewSlotsSharedBytes(MoEShape{0, top_k, 1, h, i, i}, slots);
+      },
+      "slots"_a, "top_k"_a, "h"_a, "i"_a,
+      "Return the bytes of shared memory of a block that runs so many slots without a sort.");
+  m.def(
+      "most_linear_rows",
+      [](int64_t k, bool clusters, int64_t shared_bytes) {
+        return MostLinearRows(k, {0, shared_bytes, clusters, false});
+      },
+      "k"_a, "clusters"_a, "shared_bytes"_a,
+      "Return up to how many rows a linear layer runs in one kernel, without a workspace.");
   m.attr("WORKSPACE_BYTES") = WorkspaceBytes();
   m.attr("WORKSPACE_ROUNDS") = Rounds();
 }

@@ -99,12 +99,6 @@ cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuf
 // Whether this build has code of the engine kSm120 for the current device.
 bool HasSm120();
 
-// Return the bytes of shared memory that a block of the kernels for few slots needs, GEMM 1 and
-// GEMM 2 with rows of k elements. They run a layer only if the device has that much
-// (expert_gemm_few.cuh). ops/experts/cuda_notes.py has the same numbers, and tests compare them.
-int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k);
-int64_t CombinedFewSharedBytes(int64_t slots, int64_t k);
-
 // An expert layer on FP4 tensor cores of compute capability 10.x. Weights must have the layout
 // "fp4_128x64", call.type must be bf16, and activations must be quantized.
 cudaError_t LaunchMoEW4A4Sm100(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);

@@ -153,3 +153,27 @@ def test_rounds_of_the_cpu_kernels_stay_below_their_bound():
         assert most == max((256 << 20) // of_token, 1)
         assert of_token >= sizes[0] * sizes[5] * (sizes[2] + sizes[3])
         assert fixed >= 16 * of_token // sizes[0]  # kernels read 15 rows past the last one
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shared_bytes", "tokens"),
+    [
+        ((8, 2048, 768, True), 227 << 10, 1),  # 38 million weights a token, of 64 at most
+        ((1, 2048, 768, True), 227 << 10, 14),
+        ((1, 64, 32, False), 227 << 10, 32),  # a lane of a warp for each slot
+        ((2, 64, 1408, True), 227 << 10, 16),
+        ((2, 64, 1408, True), 99 << 10, 6),  # 64,960 bytes, and 2,904 for each of 12 slots
+        ((33, 64, 32, True), 227 << 10, 0),
+        ((1, 64, (1 << 18) + 16, True), 1 << 40, 0),  # on the plain kernels
+    ],
+)
+def test_layers_with_few_slots_run_without_a_sort(sizes, shared_bytes, tokens):
+    assert facts().most_unsorted_tokens(*sizes, False, shared_bytes) == tokens
+    assert facts().most_unsorted_tokens(*sizes, True, shared_bytes) == 0  # scales of tokens
+
+
+def test_linear_layers_with_few_rows_run_in_one_kernel():
+    """A row takes 2 bytes an element, and 16 bytes keep rows apart."""
+    assert facts().most_linear_rows(1 << 18, True, 99 << 10) == 64
+    for k, rows in ((2048, 8), (8192, 6), (50624, 1), (50688, 0)):
+        assert facts().most_linear_rows(k, False, 99 << 10) == rows

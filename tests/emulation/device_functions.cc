@@ -246,10 +246,6 @@ using namespace nvfp4;
 
 extern "C" {
 
-int64_t combined_few_shared_bytes(int64_t slots, int64_t k) {
-  return CombinedFewSharedBytes(slots, k);
-}
-
 void cut_linear_few(int64_t rows, int64_t n, int64_t k, int clusters, LinearFewCut* cut) {
   *cut = CutLinearFew(rows, n, k, clusters != 0);
 }

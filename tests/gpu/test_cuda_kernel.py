@@ -29,7 +29,6 @@ from support.kernels.kernel_suite import (
 )
 
 from jax_nvfp4_moe.backends.launch_facts import workspace_bytes
-from jax_nvfp4_moe.ops.experts.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
 
 # tokens, top_k, experts, hidden, intermediate, for which an H100 or H200 has more output tiles of
 # GEMM 1, or of GEMM 2, than blocks. An expert has 2.5 or 5.6 rows.
@@ -122,16 +121,3 @@ def test_wrong_operand_is_named(name, what):
         cuda_calls.moe_prepared(
             arrays[0], prepared, *arrays[11:], call.options, i
         ).block_until_ready()
-
-
-@pytest.mark.cuda_build
-@pytest.mark.parametrize("slots", [1, 6, 32])
-@pytest.mark.parametrize("k", [16, 1408, 4096])
-def test_shared_memory_of_few_slots_is_that_of_the_kernel(k, slots):
-    from jax_nvfp4_moe import _nvfp4_cuda
-
-    for slots_per_row in (1, 4):
-        ours = few_slots_shared_bytes(slots, slots_per_row, k)
-        assert ours == _nvfp4_cuda.few_slots_shared_bytes(slots, slots_per_row, k)
-    combined = combined_few_shared_bytes(slots, k)
-    assert combined == _nvfp4_cuda.combined_few_shared_bytes(slots, k)

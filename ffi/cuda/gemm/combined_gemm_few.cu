@@ -31,14 +31,12 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kWarps = 16;
+constexpr int kWarps = kCombinedWarps;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
-constexpr int kDepth = 6;  // parts of a warp in flight
+constexpr int kDepth = kCombinedDepth;  // parts of a warp in flight
 constexpr int kRingBytes = kWarps * PartRing<kDepth, true>::kBytes;
-// A column of sums has 16 weight rows. The distance of columns leaves few bank conflicts.
-constexpr int kColumnFloats = kSlab + 2;
-constexpr int kColumnBytes = kColumnFloats * 4;
+constexpr int kColumnFloats = kCombinedColumnFloats;
 static_assert(kFewSlots * kSlab == kThreads, "a thread for each slot and weight row");
 
 // The list of the parts of a block, and how its warps divide it.
@@ -230,13 +228,10 @@ __global__ void __launch_bounds__(kThreads + (kLeavesRoom<T, kRounds> ? 64 : 0),
       FromFloat<T>(sum);
 }
 
-int64_t DynamicBytes(int64_t slots, int64_t k) {
-  return kRingBytes + slots * RowStride(static_cast<int32_t>(k)) +
-         (slots + kRows * (kWarps - 1)) * kColumnBytes;
-}
 static_assert(RowStride(1) >= kSlab * 4, "the outputs of a slot take the place of its row");
 
-constexpr int64_t kStaticBytes = CeilDiv(sizeof(Plan), kDynamicAlignment) * kDynamicAlignment;
+static_assert(CeilDiv(sizeof(Plan), kDynamicAlignment) * kDynamicAlignment == kCombinedStaticBytes,
+              "forms.h counts the memory of a block");
 
 template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
@@ -246,8 +241,8 @@ cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSl
                           ? CombinedGemmFew<T, kRounds, true>
                           : CombinedGemmFew<T, kRounds, false>;
   return LaunchWide(stream, dim3(static_cast<unsigned>(tokens.h / kSlab)), kThreads,
-                    static_cast<int>(DynamicBytes(few.num_slots, gemm.k)), /*overlaps=*/true,
-                    kernel, gemm, few, tokens, MakeTileConstants<T>());
+                    static_cast<int>(CombinedDynamicBytes(few.num_slots, gemm.k)),
+                    /*overlaps=*/true, kernel, gemm, few, tokens, MakeTileConstants<T>());
 }
 
 template <typename T>
@@ -258,10 +253,6 @@ cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots
 }
 
 }  // namespace
-
-int64_t CombinedFewSharedBytes(int64_t slots, int64_t k) {
-  return DynamicBytes(slots, k) + kStaticBytes;
-}
 
 cudaError_t LaunchCombinedGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
                                   const CombineTokens& tokens) {

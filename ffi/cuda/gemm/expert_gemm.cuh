@@ -16,6 +16,7 @@
 
 #include "cuda/gemm/weight_tile.cuh"
 #include "cuda/launch.h"
+#include "cuda/layers/forms.h"
 #include "cuda/scheduling/tile_scheduler.cuh"
 #include "cuda/workspace.h"
 

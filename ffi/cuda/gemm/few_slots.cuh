@@ -14,8 +14,7 @@
 
 namespace nvfp4 {
 
-constexpr int kRows = 8;      // most rows of a tile: the columns of one MMA
-constexpr int kPadding = 16;  // bytes between rows in shared memory, against bank conflicts
+constexpr int kRows = kFewColumns;
 
 // Whether blocks of both kernels have so few registers that one of the second kernel runs beside
 // six of the first. The other instances would spill registers.
@@ -73,14 +72,6 @@ __device__ __forceinline__ void MakePlan(const int32_t* expert_ids, int num_slot
   }
 }
 
-// Returns the tiles of k that rows of `k` elements have.
-__host__ __device__ constexpr int32_t KTiles(int32_t k) { return (k + kTileK - 1) / kTileK; }
-
-// Returns the bytes from one row of `k` elements in shared memory to the next.
-__host__ __device__ constexpr int32_t RowStride(int32_t k) {
-  return KTiles(k) * kTileK * 2 + kPadding;
-}
-
 // What a lane has of a weight tile.
 struct Packed {
   uint4 codes;
@@ -104,13 +95,8 @@ __device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t
   }
 }
 
-// A slab is 16 weight rows of an expert. In each weight tile of 64 rows, it owns the part of one of
-// four warps (weight_tile.cuh): contiguous codes and contiguous scales.
-constexpr int kSlab = 16;
-constexpr int kParts = kTileM / kSlab;
 constexpr int kCodeBytes = kTileCodeBytes / kParts;
 constexpr int kScaleBytes = kTileScaleBytes / kParts;
-constexpr int kPartBytes = kCodeBytes + kScaleBytes;
 
 // What a lane copies of one part of successive weight tiles, from tile `tile` on.
 struct PartSource {

@@ -1,11 +1,10 @@
-// A linear layer for at most kFewRows rows, in one kernel without a workspace.
+// A linear layer for at most kLinearFewRows rows, in one kernel without a workspace.
 #pragma once
 
 #include "cuda/gemm/expert_gemm.cuh"
+#include "cuda/layers/forms.h"
 
 namespace nvfp4 {
-
-constexpr int64_t kFewRows = 64;
 
 // How a linear layer is cut. A cluster of `ranks` blocks computes an output tile, and a block has
 // up to `rank_tiles` of the weight tiles along k.

@@ -13,9 +13,6 @@ struct LinearRowCut {
 };
 LinearRowCut CutLinearRow(int64_t n, int64_t k);
 
-// Whether the kernel is faster than those of linear_few.cuh on the current device.
-bool FitsLinearRow(int64_t n, int64_t k);
-
 // Computes `gemm`, without an activation, for one row and one expert. It reads neither gemm.rows
 // nor gemm.schedule. If gemm.plan_is_unchanged is set, the weights are unchanged since the previous
 // kernel. `norm` computes x, and is null if x exists. starts_next: whether the next kernel may

@@ -46,26 +46,19 @@ bool HasClusters(const GroupedGemmCall& call) {
          (ComputeCapabilityMajor() >= 9 && LinearFewHasClusters());
 }
 
-// Returns how linear_few.cu runs a call. If it cannot, the cut does not fit.
-LinearFewCut CutCall(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers) {
-  const bool linear = buffers.group_sizes == nullptr && call.shape.e == 1;
-  if (!linear || call.activation_scale != ActivationScale::kNone || call.shape.m > kFewRows) {
-    return {};
-  }
-  return CutLinearFew(call.shape.m, call.shape.n, call.shape.k, HasClusters(call));
-}
-
-bool IsLinearSm90(const GroupedGemmCall& call) {
-  return call.engine == EngineKind::kSm90 &&
-         FitsLinearSm90(call.shape.m, call.shape.n, call.shape.k);
-}
-
-bool IsLinearRow(const GroupedGemmCall& call) {
-  return call.shape.m == 1 && !IsLinearSm90(call) && FitsLinearRow(call.shape.n, call.shape.k);
+// Returns the kernel that runs a call as a linear layer with few rows.
+LinearForm ChooseForm(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers) {
+  const GroupedGemmShape& shape = call.shape;
+  const bool linear = buffers.group_sizes == nullptr && shape.e == 1 &&
+                      call.activation_scale == ActivationScale::kNone;
+  if (!linear || call.is_empty() || shape.m > kLinearFewRows) return LinearForm::kNone;
+  return ChooseLinearForm(shape.m, shape.n, shape.k,
+                          {MultiprocessorCount(), BlockSharedBytes(), HasClusters(call),
+                           call.engine == EngineKind::kSm90});
 }
 
 cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
-                      const GroupedGemmBuffers& buffers, const LinearFewCut& cut) {
+                      const GroupedGemmBuffers& buffers, LinearForm form) {
   ExpertGemm gemm = {};
   gemm.type = call.type;
   gemm.left = {buffers.x, nullptr, 1, static_cast<int32_t>(call.shape.m), nullptr, nullptr};
@@ -75,18 +68,22 @@ cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
   gemm.k = static_cast<int32_t>(call.shape.k);
   gemm.output = {buffers.y, call.type, nullptr};
   gemm.plan_is_unchanged = call.weight_is_unchanged;
-  if (IsLinearSm90(call)) return LaunchLinearSm90(stream, gemm, call.shape.m);
-  if (IsLinearRow(call)) return LaunchLinearRow(stream, gemm, buffers.norm, call.starts_next);
-  return LaunchLinearFew(stream, gemm, call.shape.m, cut);
+  const int64_t rows = call.shape.m;
+  if (form == LinearForm::kSm90) return LaunchLinearSm90(stream, gemm, rows);
+  if (form == LinearForm::kRow) {
+    return LaunchLinearRow(stream, gemm, buffers.norm, call.starts_next);
+  }
+  return LaunchLinearFew(stream, gemm, rows,
+                         CutLinearFew(rows, gemm.columns, gemm.k, HasClusters(call)));
 }
 
 }  // namespace
 
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers) {
-  const LinearFewCut cut = call.is_empty() ? LinearFewCut{} : CutCall(call, buffers);
+  const LinearForm form = ChooseForm(call, buffers);
   const bool computes_norm =
-      buffers.norm != nullptr && cut.fits() && IsLinearRow(call) && FitsInputNorm(*buffers.norm);
+      buffers.norm != nullptr && form == LinearForm::kRow && FitsInputNorm(*buffers.norm);
   if (buffers.norm != nullptr && !computes_norm) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchAddRmsNorm(stream, buffers.norm->call, buffers.norm->buffers));
     GroupedGemmBuffers rest = buffers;
@@ -94,7 +91,7 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
     return LaunchGroupedGemmW4A16(stream, call, rest);
   }
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
-  if (cut.fits()) return LaunchFew(stream, call, buffers, cut);
+  if (form != LinearForm::kNone) return LaunchFew(stream, call, buffers, form);
   const GroupedGemmW4A16Workspace workspace = TakeGroupedGemmW4A16(buffers.workspace, call.shape);
   return ForRowChunks(call, buffers, [&](const RowChunk& chunk) {
     return LaunchChunk(stream, call, buffers, workspace, chunk);

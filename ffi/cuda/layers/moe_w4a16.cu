@@ -89,12 +89,6 @@ cudaError_t LaunchRoundTokens(cudaStream_t stream, const MoECall& call, const To
                 static_cast<int32_t>(call.shape.e), up->left.slots_per_row, workspace.row_scale);
 }
 
-// Whether both GEMMs can run in the kernels for few slots, without a sort.
-bool FewFit(const MoECall& call, int64_t slots) {
-  return !call.weight_on_input && call.activation_scale != ActivationScale::kToken &&
-         FewSlotsFit(call.shape, slots);
-}
-
 // Launches GEMM 1 and, together with combine, GEMM 2.
 cudaError_t LaunchFew(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
                       LayerProducts products) {
@@ -155,7 +149,9 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   const GemmPlan plan = PlanGemm(call.engine, chunk.slots, call.shape.e);
   const LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, plan,
                                                    workspace.activated, workspace.down);
-  if (FewFit(call, chunk.slots)) return LaunchFew(stream, call, chunk, products);
+  const LayerForm form = ChooseLayerForm(call.shape, call.type, call.activation_scale,
+                                         call.weight_on_input, chunk.slots, BlockSharedBytes());
+  if (form == LayerForm::kFewSlots) return LaunchFew(stream, call, chunk, products);
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortedProducts(stream, call, chunk, workspace, plan, products));
   if (buffers.combine != nullptr && chunk.tokens == call.shape.t) {
     *buffers.combine = {MakeCombineTokens(call, chunk), workspace.down, call.type};

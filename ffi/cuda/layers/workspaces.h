@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "cuda/gemm/fp4_groups.h"
+#include "cuda/layers/forms.h"
 #include "cuda/limits.h"
 #include "cuda/scheduling/schedule_memory.h"
 #include "cuda/workspace.h"
@@ -32,17 +33,6 @@ inline int64_t ChunkTokens(const MoEShape& shape, int64_t slots = kChunkSlots) {
 inline int64_t EngineChunkRows(const GroupedGemmShape& shape) {
   constexpr int64_t kMaxRowsAtOnce = 1 << 18, kUnits = (int64_t{1} << 32) - 1;
   return std::min({shape.m, kMaxRowsAtOnce, kUnits / (shape.k / 8)});
-}
-
-// Whether a call in W4A16 runs on the engine of its target. Others run on the plain kernels.
-inline bool RunsOnEngine(DataType type, int64_t largest_extent) {
-  return type != DataType::kF32 && largest_extent <= kMaxEngineExtent;
-}
-inline bool RunsOnEngine(const MoEShape& shape, DataType type) {
-  return RunsOnEngine(type, std::max(shape.h, shape.i));
-}
-inline bool RunsOnEngine(const GroupedGemmShape& shape, DataType type) {
-  return RunsOnEngine(type, std::max({shape.n, shape.k, shape.parts}));
 }
 
 // Tables of up to two GEMMs that have the same rows.
