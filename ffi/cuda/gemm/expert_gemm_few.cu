@@ -6,7 +6,8 @@
 // A block owns a slab of 16 weight rows of one expert, by at most 8 of its slots, over all of k.
 // There are blocks for each slot. Those of the first slot of an expert multiply its first 8 slots,
 // those of its ninth slot the next 8, and the blocks of the other slots end. Each warp finds its
-// slots itself: with a plan in shared memory, the first weights would be requested 0.2 us later.
+// slots itself: with sorted slots in shared memory, the first weights would be requested 0.2 us
+// later.
 //
 // The four warps of a block have a quarter of k each. A warp has kDepth parts of its slab in
 // flight: with k = 2048, all that it needs. Slabs are small, so that every multiprocessor has about

@@ -302,8 +302,8 @@ constexpr int32_t kMinCost = 96;
 
 bool HasSm120() { return HasCode(ExpertGemmSm120<__nv_bfloat16, Rows16>); }
 
-GemmPlan PlanSm120(int64_t rows, int64_t experts) {
-  return PlanVariant(ChooseVariant(kVariants, rows, experts), kMinCost);
+GemmKernel ChooseGemmSm120(int64_t rows, int64_t experts) {
+  return MakeGemmKernel(ChooseVariant(kVariants, rows, experts), kMinCost);
 }
 
 }  // namespace nvfp4

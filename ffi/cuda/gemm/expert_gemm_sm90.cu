@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     FenceBarrierInit();
   }
   __syncthreads();
-  if (!p.plan_is_unchanged) WaitForPrecedingKernel();
+  if (!p.schedule_is_unchanged) WaitForPrecedingKernel();
 
   // The shuffles keep these addresses in registers. Computing them again would be slower.
   const auto find_shared = [&] {
@@ -555,10 +555,10 @@ const Variant& ChooseVariant(int64_t rows, int64_t experts) {
 
 }  // namespace
 
-GemmPlan PlanSm90(int64_t rows, int64_t experts) {
+GemmKernel ChooseGemmSm90(int64_t rows, int64_t experts) {
   const Sm90Form form = ChooseSm90Form(rows, experts);
-  if (form == Sm90Form::kFewRows) return PlanFewRowsSm90();
-  if (form == Sm90Form::kMma) return PlanSm80(rows, experts);
+  if (form == Sm90Form::kFewRows) return FewRowsGemmSm90();
+  if (form == Sm90Form::kMma) return ChooseGemmSm80(rows, experts);
   const Variant& variant = ChooseVariant(rows, experts);
   return {{variant.rows, variant.min_cost},
           variant.block_tiles,

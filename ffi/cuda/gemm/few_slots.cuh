@@ -1,6 +1,6 @@
 // What the two kernels for few slots share (expert_gemm_few.cu, combined_gemm_few.cu). Both keep
-// the weights in flight and the rows of x in shared memory of each block. The second one also has a
-// plan.
+// the weights in flight and the rows of x in shared memory of each block. The second one also
+// sorts the slots.
 #pragma once
 
 #include <cstring>
@@ -32,7 +32,7 @@ struct SlotPlace {
   int16_t column;
 };
 
-struct Plan {
+struct SortedSlots {
   int32_t num_tiles;
   uint32_t routed;           // a bit for each slot
   int32_t slots[kFewSlots];  // slot of each sorted row
@@ -40,10 +40,10 @@ struct Plan {
   SlotPlace places[kFewSlots];
 };
 
-// Makes the plan. One warp calls it, with one slot for each lane. It sorts slots by expert, stably,
-// and cuts them into tiles of kRows rows.
-__device__ __forceinline__ void MakePlan(const int32_t* expert_ids, int num_slots, int num_experts,
-                                         Plan* plan) {
+// Sorts slots by expert, stably, and cuts them into tiles of kRows rows. One warp calls it, with
+// one slot for each lane.
+__device__ __forceinline__ void SortSlots(const int32_t* expert_ids, int num_slots, int num_experts,
+                                          SortedSlots* sorted) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   int32_t id = lane < num_slots ? expert_ids[lane] : -1;
   if (id >= num_experts || id < 0) id = INT32_MAX;  // sorted behind all others
@@ -54,21 +54,21 @@ __device__ __forceinline__ void MakePlan(const int32_t* expert_ids, int num_slot
     place += its < id || (its == id && other < lane);
   }
   if (lane >= num_slots) place = lane;
-  plan->slots[place] = lane;
+  sorted->slots[place] = lane;
   __syncwarp();
-  const int slot = plan->slots[lane];
+  const int slot = sorted->slots[lane];
   const int32_t expert = __shfl_sync(kAllLanes, id, slot);
   const uint32_t equal = __match_any_sync(kAllLanes, expert);
   const int before = lane - (__ffs(static_cast<int>(equal)) - 1);  // earlier rows of the expert
   const bool first = expert != INT32_MAX && before % kRows == 0;
   const uint32_t firsts = __ballot_sync(kAllLanes, first);
   const int tile = __popc(firsts & ((1u << lane) - 1)) - (first ? 0 : 1);
-  if (first) plan->tiles[tile] = {expert, lane, min(kRows, __popc(equal) - before)};
-  plan->places[slot] = {static_cast<int16_t>(expert != INT32_MAX ? tile : -1),
-                        static_cast<int16_t>(before % kRows)};
+  if (first) sorted->tiles[tile] = {expert, lane, min(kRows, __popc(equal) - before)};
+  sorted->places[slot] = {static_cast<int16_t>(expert != INT32_MAX ? tile : -1),
+                          static_cast<int16_t>(before % kRows)};
   if (lane == 0) {
-    plan->num_tiles = __popc(firsts);
-    plan->routed = routed;
+    sorted->num_tiles = __popc(firsts);
+    sorted->routed = routed;
   }
 }
 

@@ -1,5 +1,5 @@
 // Computes y[r] = W @ x[r] * global_scale + bias for at most kLinearFewRows rows, in bf16 and f16,
-// in one launch. It is a linear layer in W4A16. Nothing is planned or cleared beforehand.
+// in one launch. It is a linear layer in W4A16. Nothing is scheduled or cleared beforehand.
 //
 // This file has the forms for up to 8 rows, and chooses between them and the one for more rows
 // (linear_few_wide.cu). An output tile has one or four slabs of 16 weight rows, and all rows of x.
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
           lane / 4 * 8,
       (tiles - team + kTeams - 1) / kTeams};
   Packed packed[kDepth];
-  if (!p.plan_is_unchanged) {
+  if (!p.schedule_is_unchanged) {
     weights.template Prefetch<kDepth>();
     WaitForPrecedingKernel();
   }
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
     ready[d] = Unpack<T>(packed[d], constants);
     ready[d].ComputeHere();
   }
-  if (p.plan_is_unchanged) WaitForPrecedingKernel();
+  if (p.schedule_is_unchanged) WaitForPrecedingKernel();
   StartNextKernel();
   const int stride = RowStride(few.rank_tiles * kTileK);
   BringRows(p, few.rows, first_tile, tiles, stride, shared);

@@ -24,8 +24,8 @@ bool LinearFewHasClusters();
 LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters);
 
 // Computes `gemm`, without an activation, for its first `rows` rows and one expert. It reads
-// neither gemm.rows nor gemm.schedule. If gemm.plan_is_unchanged is set, the weights are unchanged
-// since the previous kernel.
+// neither gemm.rows nor gemm.schedule. If gemm.schedule_is_unchanged is set, the weights are
+// unchanged since the previous kernel.
 cudaError_t LaunchLinearFew(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
                             const LinearFewCut& cut);
 

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (sizes.starts_next) StartNextKernel();
 
   PartSource source(p.weight, static_cast<int64_t>(exists ? m_tile : 0) * k_tiles + begin, part);
-  if (!p.plan_is_unchanged) {
+  if (!p.schedule_is_unchanged) {
     PrefetchParts(source, end - begin);
     WaitForPrecedingKernel();
   }
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(ready[d][i / 8][i / 4 % 2][i % 4]));
   }
-  if (p.plan_is_unchanged) WaitForPrecedingKernel();
+  if (p.schedule_is_unchanged) WaitForPrecedingKernel();
   StartNextKernel();
   uint8_t* const row = shared + kWarps * kRingBytes;
   if constexpr (std::is_same_v<N, NoNorm>) {

@@ -3,9 +3,9 @@
 // NVFP4 first (see moe_w4a16.cu).
 //
 // Launches for each chunk of rows:
-//   rows        lists tiles, plans the GEMM, and writes zeros to rows
+//   rows        lists tiles, schedules the GEMM, and writes zeros to rows
 //               that no expert owns. Not in W4A16 if one expert owns all
-//               rows: then the host plans the GEMM                          group_rows.cu
+//               rows: then the host schedules the GEMM                      group_rows.cu
 //   round       in W4A4: rounds x                                           quantize.cu
 //   GEMM        W, bias -> y; may start before the launch before it ends    expert_gemm_sm*.cu
 //
@@ -25,18 +25,18 @@ namespace {
 cudaError_t LaunchChunk(cudaStream_t stream, const GroupedGemmCall& call,
                         const GroupedGemmBuffers& buffers,
                         const GroupedGemmW4A16Workspace& workspace, const RowChunk& chunk) {
-  const GemmPlan plan = PlanGemm(call.engine, chunk.rows, call.shape.e);
-  ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, plan);
+  const GemmKernel kernel = ChooseGemm(call.engine, chunk.rows, call.shape.e);
+  ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, kernel);
   const bool quantized = call.activation_scale != ActivationScale::kNone;
   NVFP4_RETURN_IF_CUDA_ERROR(buffers.group_sizes == nullptr && !quantized
-                                 ? PlanOneExpert(stream, chunk.rows, &gemm)
+                                 ? ScheduleOneExpert(stream, chunk.rows, &gemm)
                                  : LaunchTables(stream, call, buffers, chunk, gemm));
   if (quantized) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, chunk.rows,
                                                call.shape.e, nullptr, workspace.row_scale,
                                                workspace.rounded, &gemm));
   }
-  return plan.launch(stream, gemm);
+  return kernel.launch(stream, gemm);
 }
 
 // Whether the kernel for few rows can form clusters. The target for sm_80 also runs on newer
@@ -67,7 +67,7 @@ cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
   gemm.parts = static_cast<int32_t>(call.shape.parts);
   gemm.k = static_cast<int32_t>(call.shape.k);
   gemm.output = {buffers.y, call.type, nullptr};
-  gemm.plan_is_unchanged = call.weight_is_unchanged;
+  gemm.schedule_is_unchanged = call.weight_is_unchanged;
   const int64_t rows = call.shape.m;
   if (form == LinearForm::kSm90) return LaunchLinearSm90(stream, gemm, rows);
   if (form == LinearForm::kRow) {

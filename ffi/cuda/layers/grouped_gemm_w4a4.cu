@@ -3,7 +3,7 @@
 // expert.
 //
 // Launches for each chunk of rows:
-//   rows        lists tiles, plans the GEMM, and writes zeros to rows
+//   rows        lists tiles, schedules the GEMM, and writes zeros to rows
 //               that no expert owns                                         group_rows.cu
 //   quantize    quantizes x                                                 quantize.cu
 //   GEMM        W, bias -> y                                                expert_gemm_sm120.cu
@@ -17,12 +17,12 @@ namespace {
 cudaError_t LaunchChunk(cudaStream_t stream, const GroupedGemmCall& call,
                         const GroupedGemmBuffers& buffers,
                         const GroupedGemmW4A4Workspace& workspace, const RowChunk& chunk) {
-  const GemmPlan plan = PlanSm120(chunk.rows, call.shape.e);
-  ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, plan);
+  const GemmKernel kernel = ChooseGemmSm120(chunk.rows, call.shape.e);
+  ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, kernel);
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchTables(stream, call, buffers, chunk, gemm));
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, chunk.rows,
                                               call.shape.e, nullptr, workspace.inputs, &gemm));
-  return plan.launch(stream, gemm);
+  return kernel.launch(stream, gemm);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 // bits, so that each product equals that of FP4 tensor cores.
 //
 // Launches for each chunk of tokens:
-//   sort        sorts slots by expert, lists tiles, plans both GEMMs       sort_by_expert.cu
+//   sort        sorts slots by expert, lists tiles, schedules GEMMs       sort_by_expert.cu
 //   scale       x[t] * w[t, j], sorted, if weights multiply the inputs     below
 //   round       in W4A4: rounds the rows of GEMM 1. With token scales, each token once and in its
 //               own place; otherwise in sorted order                       quantize.cu
@@ -125,7 +125,7 @@ cudaError_t LaunchInputs(cudaStream_t stream, const MoECall& call, const TokenCh
 }
 
 cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
-                                 const MoEW4A16Workspace& workspace, const GemmPlan& plan,
+                                 const MoEW4A16Workspace& workspace, const GemmKernel& kernel,
                                  LayerProducts products) {
   auto& [up, down] = products;
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchSort(stream, call, chunk, products));
@@ -134,25 +134,26 @@ cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call, const
   const bool fused =
       call.activation_scale == ActivationScale::kStatic && CanRoundOutputs(call.activation);
   if (fused) up.output.input_scale = down.left.input_scale = down.weight.input_scale;
-  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, up));
+  NVFP4_RETURN_IF_CUDA_ERROR(kernel.launch(stream, up));
   if (call.activation_scale != ActivationScale::kNone && !fused) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, chunk.slots,
                                                call.shape.e, nullptr, workspace.row_scale,
                                                workspace.activated, &down));
   }
-  return plan.launch(stream, down);
+  return kernel.launch(stream, down);
 }
 
 cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
                         const MoEW4A16Workspace& workspace, int64_t first) {
   const TokenChunk chunk = MakeTokenChunk(call, buffers, first);
-  const GemmPlan plan = PlanGemm(call.engine, chunk.slots, call.shape.e);
-  const LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, plan,
+  const GemmKernel kernel = ChooseGemm(call.engine, chunk.slots, call.shape.e);
+  const LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, kernel,
                                                    workspace.activated, workspace.down);
   const LayerForm form = ChooseLayerForm(call.shape, call.type, call.activation_scale,
                                          call.weight_on_input, chunk.slots, BlockSharedBytes());
   if (form == LayerForm::kFewSlots) return LaunchFew(stream, call, chunk, products);
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortedProducts(stream, call, chunk, workspace, plan, products));
+  NVFP4_RETURN_IF_CUDA_ERROR(
+      LaunchSortedProducts(stream, call, chunk, workspace, kernel, products));
   if (buffers.combine != nullptr && chunk.tokens == call.shape.t) {
     *buffers.combine = {MakeCombineTokens(call, chunk), workspace.down, call.type};
     return cudaSuccess;

@@ -3,7 +3,7 @@
 // where q rounds to NVFP4.
 //
 // Launches for each chunk of tokens:
-//   sort        sorts slots by expert, lists tiles, plans both GEMMs    sort_by_expert.cu
+//   sort        sorts slots by expert, lists tiles, schedules GEMMs    sort_by_expert.cu
 //   quantize    x[t], or x[t] * w[t, j], gathered in sorted order       quantize.cu
 //   GEMM 1      W1, bias, activation, quantization -> a [rows, i]       expert_gemm_sm120.cu
 //   GEMM 2      W2, bias -> d [slots, h], in the type of x              expert_gemm_sm120.cu
@@ -26,8 +26,8 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
                         const MoEW4A4Workspace& workspace, int64_t first) {
   const MoEShape& shape = call.shape;
   const TokenChunk chunk = MakeTokenChunk(call, buffers, first);
-  const GemmPlan plan = PlanSm120(chunk.slots, shape.e);
-  LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, plan,
+  const GemmKernel kernel = ChooseGemmSm120(chunk.slots, shape.e);
+  LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, kernel,
                                              workspace.down, workspace.down);
   auto& [up, down] = products;
   const bool fused =
@@ -44,12 +44,12 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, chunk.slots, shape.e,
                                               call.weight_on_input ? chunk.expert_weights : nullptr,
                                               workspace.inputs, &up));
-  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, up));
+  NVFP4_RETURN_IF_CUDA_ERROR(kernel.launch(stream, up));
   if (!fused) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, chunk.slots, shape.e,
                                                 nullptr, workspace.activated, &down));
   }
-  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, down));
+  NVFP4_RETURN_IF_CUDA_ERROR(kernel.launch(stream, down));
   return LaunchCombineChunk(stream, call, chunk, workspace.down);
 }
 

@@ -12,7 +12,7 @@
 #include "cuda/gemm/fp4_groups.h"
 #include "cuda/layers/forms.h"
 #include "cuda/limits.h"
-#include "cuda/scheduling/schedule_memory.h"
+#include "cuda/scheduling/schedule_sizes.h"
 #include "cuda/workspace.h"
 #include "shapes.h"
 

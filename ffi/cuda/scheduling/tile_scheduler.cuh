@@ -15,7 +15,7 @@
 // what: blocks then take one whole output tile after the other (work_taker.cuh), and no tile is
 // split.
 //
-// plan_schedule.cuh writes the ranges on the device, as part of sorting rows by expert. If one
+// write_schedule.cuh writes the ranges on the device, as part of sorting rows by expert. If one
 // expert owns all rows, the host knows everything about the schedule, and no kernel has to write it
 // (one_expert.cuh).
 #pragma once
@@ -23,7 +23,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/routing/expert_rows.h"
-#include "cuda/scheduling/schedule_memory.h"
+#include "cuda/scheduling/schedule_sizes.h"
 #include "nvfp4.h"
 
 namespace nvfp4 {
@@ -73,7 +73,7 @@ struct EqualTiles {
 
 // The schedule of one GEMM. Output tiles before Start(0).output_tile are data-parallel. Of the
 // other tiles, block b computes those from Start(b) to Start(b + 1). `ready` has kReadyFlags flags
-// for each block. They are zeroed when the schedule is planned, and the GEMM raises them when it
+// for each block. They are zeroed when the schedule is written, and the GEMM raises them when it
 // has stored a partial sum. If blocks take tiles, `ready` has the number of taken tiles instead.
 struct TileSchedule {
   int32_t blocks;
@@ -96,7 +96,7 @@ struct TileSchedule {
   }
 };
 
-// The schedules that one sort plans: none, one, or those of the two GEMMs of a layer.
+// The schedules that one sort writes: none, one, or those of the two GEMMs of a layer.
 struct TileSchedules {
   int count;
   TileSchedule schedule[2];

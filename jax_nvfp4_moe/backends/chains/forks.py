@@ -12,7 +12,7 @@ _FEWEST = 2
 # quarter of its blocks then shares a tile at most.
 _MANY_OUTPUTS = 1024
 # With at most this many inputs, output tiles are not shared: see kWorthSplitting in
-# ``ffi/cuda/scheduling/plan_schedule.cuh``.
+# ``ffi/cuda/scheduling/write_schedule.cuh``.
 _FEW_INPUTS = 512
 
 
