@@ -15,6 +15,7 @@
 #include "cuda/layers/workspaces.h"
 #include "cuda/limits.h"
 #include "cuda/recurrent/chunk_sizes.h"
+#include "cuda/scheduling/schedule_sizes.h"
 #include "shapes.h"
 
 namespace nb = nanobind;
@@ -37,6 +38,7 @@ constexpr Number kNumbers[] = {
     {"SHARED_BYTES_SM90", kSharedBytesSm90},
     {"SHARED_BYTES_SM120", kSharedBytesSm120},
     {"SHARED_BYTES_LATENT_ATTENTION", kSharedBytesLatentAttention},
+    {"UNSPLIT_INPUTS", kUnsplitInputs},
     {"FEW_STATIC_BYTES", kFewStaticBytes},
     {"COMBINED_STATIC_BYTES", kCombinedStaticBytes},
 };

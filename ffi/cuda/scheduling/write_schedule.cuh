@@ -18,9 +18,6 @@ constexpr int kScheduleWarps = 16;
 constexpr int kScheduleThreads = 32 * kScheduleWarps;
 static_assert(2 * kScheduleThreads >= kMaxExperts, "a pair of experts for each thread");
 
-// Tiles are split only if that saves each block this many steps, because a fix-up takes as long.
-constexpr int kWorthSplitting = 8;
-
 // Returns the number of experts, rounded up to the entries that a search in padded tables may read.
 __device__ __forceinline__ int PaddedExperts(int experts) {
   return (experts + kSearchReach - 1) / kSearchReach * kSearchReach;
