@@ -15,6 +15,12 @@ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 enum class DataType { kBF16, kF16, kF32, kE4M3 };
 
+// Returns a type of activations with elements of so many bytes. Both with 16 bits need the same
+// memory.
+constexpr DataType TypeOfSize(int64_t itemsize) {
+  return itemsize == 4 ? DataType::kF32 : DataType::kBF16;
+}
+
 constexpr int64_t Bytes(DataType type) { return type == DataType::kF32 ? 4 : 2; }
 
 // How a GEMM treats its activations: W4A16, or one of the two forms of W4A4.

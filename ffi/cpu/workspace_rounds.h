@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../facts.h"
 #include "../shapes.h"
 #include "kernels.h"
 
@@ -13,21 +14,15 @@ namespace nvfp4::cpu {
 // A round has as many rows as fit into this many bytes, and at least one.
 constexpr int64_t kRoundBytes = int64_t{256} << 20;
 
-// The bytes for `rows` rows of a call are fixed + of_row * min(rows, most_rows). The number of rows
-// may be unknown before the call.
-struct WorkspaceRounds {
-  int64_t fixed, of_row, most_rows;
-};
-
 // Returns the most bytes that any instruction set needs for a prepared row of k values.
 inline int64_t MostRowBytes(int64_t k, DataType type) {
   const int64_t bytes_per_value = type == DataType::kF32 ? 6 : 4;  // 3 or 2 pieces, or a float32
   return RoundUp(k, kRowPadding) * bytes_per_value + kCacheLine;
 }
 
-// Returns the rounds for rows of `slots` slots that take `slot` bytes each. Kernels may read up to
+// Returns the memory for rows of `slots` slots that take `slot` bytes each. Kernels may read up to
 // kGroup slots past the last one. An expert takes up to 32 bytes for its offset and its row blocks.
-inline WorkspaceRounds MakeRounds(int64_t slot, int64_t slots, int64_t experts) {
+inline WorkspaceRows MakeRounds(int64_t slot, int64_t slots, int64_t experts) {
   constexpr int64_t kExpertBytes = 32, kAlignmentBytes = 2048;
   const int64_t most = kRoundBytes / (slot * std::max<int64_t>(slots, 1));
   return {kExpertBytes * experts + kAlignmentBytes + kGroup * slot, slots * slot,
@@ -36,14 +31,25 @@ inline WorkspaceRounds MakeRounds(int64_t slot, int64_t slots, int64_t experts) 
 
 // A slot of an expert layer takes its two prepared rows, one float32 row of the output of `down`,
 // and 16 bytes for its place and scales.
-inline WorkspaceRounds MoEW4A16CpuRounds(int64_t top_k, int64_t e, int64_t h, int64_t i,
-                                         DataType type) {
+inline WorkspaceRows MoEW4A16CpuRounds(int64_t top_k, int64_t e, int64_t h, int64_t i,
+                                       DataType type) {
   const int64_t output = 4 * std::max(h, i);
   return MakeRounds(MostRowBytes(h, type) + MostRowBytes(i, type) + output + 16, top_k, e);
 }
 
-inline WorkspaceRounds GroupedGemmW4A16CpuRounds(int64_t e, int64_t k, DataType type) {
+inline WorkspaceRows GroupedGemmW4A16CpuRounds(int64_t e, int64_t k, DataType type) {
   return MakeRounds(MostRowBytes(k, type) + 16, 1, e);
 }
+
+constexpr WorkspaceRowsFact kWorkspaceRows[] = {
+    {"nvfp4_moe_w4a16_cpu", "top_k e h i gated itemsize",
+     [](const int64_t* s) { return MoEW4A16CpuRounds(s[0], s[1], s[2], s[3], TypeOfSize(s[5])); }},
+    {"nvfp4_grouped_gemm_w4a16_cpu", "e n k itemsize",
+     [](const int64_t* s) { return GroupedGemmW4A16CpuRounds(s[0], s[2], TypeOfSize(s[3])); }},
+};
+
+constexpr WorkspaceFact kWorkspaces[] = {
+    {"nvfp4_quantize_cpu", "searches", [](const int64_t*) { return int64_t{0}; }},
+};
 
 }  // namespace nvfp4::cpu

@@ -1,13 +1,11 @@
 // The functions of the CUDA files that cuda_bindings.cc calls. They take plain pointers and return
-// an error code.
+// an error code. What Python must know before a call stands in the tables at the end.
 //
 // Each function only launches kernels and fills on `stream`. It does not allocate memory, copy to
 // the host, or synchronize, so that a CUDA graph can capture it. What it launches does not depend
 // on values in device memory. Pointers are device pointers to row-major arrays, aligned to 16
 // bytes.
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -16,6 +14,9 @@
 #include "cuda/layers/workspaces.h"
 #include "cuda/limits.h"
 #include "cuda/recurrent/chunk_sizes.h"
+#include "cuda/runtime_types.h"
+#include "cuda/scheduling/schedule_sizes.h"
+#include "facts.h"
 #include "shapes.h"
 
 namespace nvfp4 {
@@ -144,6 +145,13 @@ cudaError_t LaunchGroupedGemmW4A4(cudaStream_t stream, const GroupedGemmCall& ca
 cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCall& call,
                                        const GroupedGemmBuffers& buffers);
 
+// Pieces of x whose largest magnitudes LaunchQuantize finds first, each a word of its workspace. It
+// searches if no global scale is given.
+constexpr int kAmaxPartials = 256;
+constexpr int64_t QuantizeWorkspaceBytes(bool searches) {
+  return searches ? kAmaxPartials * static_cast<int64_t>(sizeof(uint32_t)) : 0;
+}
+
 struct QuantizeCall {
   int64_t m, k;
   DataType type;       // of x
@@ -183,6 +191,11 @@ struct RouterBuffers {
 
 cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& buffers);
 
+// The widest key and value of attention, and the number of which each width is a multiple.
+constexpr int64_t kMaxHeadWidth = 256, kHeadWidthFactor = 8;
+// With keys and values in E4M3. With more rows (queries that share a key head), each block would
+// decode all keys again.
+constexpr int64_t kE4M3HeadWidthFactor = 16, kMaxE4M3AttentionRows = 64;
 struct AttentionCall {
   AttentionShape shape;
   DataType type;   // of q, k, v and y; kBF16 or kF16. With k_scale, k and v are kE4M3
@@ -213,11 +226,16 @@ struct AttentionBuffers {
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers);
 
+// The widest key and value of latent attention.
+constexpr int64_t kMaxLatentWidth = 576, kMaxLatentValueWidth = 512;
+
 // The same, with the first dv channels of the keys as values. Buffers have no v. Each key is read
 // once for both products. Widths are multiples of kHeadWidthFactor.
 cudaError_t LaunchLatentAttention(cudaStream_t stream, const AttentionCall& call,
                                   const AttentionBuffers& buffers);
 
+// The most rows of LaunchDenseFew, and the number of which k is a multiple; then that for E4M3.
+constexpr int64_t kMostDenseRows = 64, kDenseFactor = 8, kDenseE4M3Factor = 16;
 constexpr int64_t kDenseGroup = 128;  // of k, which share a scale
 
 struct DenseFewCall {
@@ -346,6 +364,10 @@ inline bool FitsInputNorm(const InputNorm& norm) {
          (norm.call.weight_type == norm.call.type || norm.call.weight_type == DataType::kF32);
 }
 
+// The number of which the width of a head and that of its rotated part are multiples. The widest
+// head has kMaxPreparedWidth channels.
+constexpr int64_t kPreparedWidthFactor = 4;
+
 struct HeadsCall {
   int32_t b, t, s;       // rows, new tokens of a row, and tokens that the cache has room for
   int32_t n, m, d;       // query heads, key heads, and the width of a head
@@ -386,6 +408,10 @@ struct InputHeads {
   bool unchanged;  // whether all that is read but the qkv is, since the previous kernel
 };
 
+// The largest latents of LaunchPrepareLatents: of queries, and of keys and values. Widths are
+// multiples of kPreparedWidthFactor, and the rotated key has at most kMaxPreparedWidth channels.
+constexpr int64_t kMaxQueryLatent = 1 << 18, kMaxKeyLatent = 4096;
+
 struct LatentsCall {
   int32_t b, t, s;       // rows, new tokens of a row, and tokens that the cache has room for
   int32_t r, k, e;       // widths of the latents of queries and of keys, and of the rotated key
@@ -410,6 +436,10 @@ struct LatentsBuffers {
 // Normalizes latents, rotates the key, and writes new latents and keys into the cache.
 cudaError_t LaunchPrepareLatents(cudaStream_t stream, const LatentsCall& call,
                                  const LatentsBuffers& buffers);
+
+// The most rows of LaunchHeadProduct, and the widest sums over channels of a query and of a latent.
+constexpr int64_t kMaxHeadProductRows = 8, kMaxHeadProductQuery = 512, kMaxHeadProductLatent = 1024;
+constexpr int64_t kHeadProductFactor = 8;  // of k and of the outputs of queries
 
 struct HeadProductCall {
   int32_t rows, n;     // tokens, and heads of each
@@ -503,6 +533,11 @@ int64_t DeltaRuleWorkspaceBytes(const DeltaRuleCall& call);
 cudaError_t LaunchDeltaRule(cudaStream_t stream, const DeltaRuleCall& call,
                             const DeltaRuleBuffers& buffers);
 
+// The number of taps of a convolution, the most parts of its channels, and the number of which all
+// widths are multiples.
+constexpr int64_t kMinConvolutionTaps = 2, kMaxConvolutionTaps = 8, kConvolutionFactor = 4;
+constexpr int kConvolutionParts = 3;
+
 // The causal convolution for t tokens of each of b rows, with the columns of x that it reads. Each
 // of `heads` heads has widths[0] columns of the first part, then widths[1] of the second one, and
 // so on. The convolution numbers the channels of all heads of the first part first.
@@ -556,7 +591,7 @@ struct Mamba2StepBuffers {
   void* inputs;              // [b, taps - 1, heads p + 2 groups n]; in place
   float* state;              // [b, heads, p, n]; in place
   void* y;                   // [b, heads p]
-  float* gated;              // Mamba2StepWorkspaceBytes: [b, heads p]
+  float* gated;              // [b, heads p]; of Mamba2StepRowBytes each
 };
 
 cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,
@@ -585,5 +620,100 @@ struct Mamba2ScanBuffers {
 int64_t Mamba2ScanWorkspaceBytes(const Mamba2ScanCall& call);
 cudaError_t LaunchMamba2Scan(cudaStream_t stream, const Mamba2ScanCall& call,
                              const Mamba2ScanBuffers& buffers);
+
+// What Python reads (facts.h). Records name the numbers and the sizes.
+
+constexpr NumberFact kCudaNumbers[] = {
+    {"MAX_EXPERTS", kMaxExperts},
+    {"MAX_TOP_K", kMaxTopK},
+    {"MAX_EXTENT", kMaxExtent},
+    {"MAX_ENGINE_EXTENT", kMaxEngineExtent},
+    {"SHARED_BYTES_SM80", kSharedBytesSm80},
+    {"SHARED_BYTES_SM90", kSharedBytesSm90},
+    {"SHARED_BYTES_SM120", kSharedBytesSm120},
+    {"SHARED_BYTES_LATENT_ATTENTION", kSharedBytesLatentAttention},
+    {"RECURRENCE_CHUNK", kLargeChunk},
+    {"UNSPLIT_INPUTS", kUnsplitInputs},
+    {"FEW_STATIC_BYTES", kFewStaticBytes},
+    {"COMBINED_STATIC_BYTES", kCombinedStaticBytes},
+};
+
+constexpr SizesFact kCudaSizes[] = {
+    {"HEAD_WIDTHS", kHeadWidthFactor, kMaxHeadWidth, kHeadWidthFactor},
+    {"E4M3_HEAD_WIDTHS", kE4M3HeadWidthFactor, kMaxHeadWidth, kE4M3HeadWidthFactor},
+    {"E4M3_ATTENTION_ROWS", 1, kMaxE4M3AttentionRows, 1},
+    {"LATENT_WIDTHS", kHeadWidthFactor, kMaxLatentWidth, kHeadWidthFactor},
+    {"LATENT_VALUE_WIDTHS", kHeadWidthFactor, kMaxLatentValueWidth, kHeadWidthFactor},
+    {"DENSE_ROWS", 1, kMostDenseRows, 1},
+    {"DENSE_INPUTS", kDenseFactor, kOpen, kDenseFactor},
+    {"DENSE_E4M3_INPUTS", kDenseE4M3Factor, kOpen, kDenseE4M3Factor},
+    {"PREPARED_WIDTHS", 0, kMaxPreparedWidth, 1},
+    {"PREPARED_WIDTHS_CUDA", 0, kMaxPreparedWidth, kPreparedWidthFactor},
+    {"QUERY_LATENTS", kPreparedWidthFactor, kMaxQueryLatent, kPreparedWidthFactor},
+    {"KEY_LATENTS", kPreparedWidthFactor, kMaxKeyLatent, kPreparedWidthFactor},
+    {"ROTATED_KEY_WIDTHS", kPreparedWidthFactor, kMaxPreparedWidth, kPreparedWidthFactor},
+    {"HEAD_PRODUCT_ROWS", 1, kMaxHeadProductRows, 1},
+    {"HEAD_PRODUCT_QUERIES", 1, kMaxHeadProductQuery, 1},
+    {"HEAD_PRODUCT_LATENTS", kHeadProductFactor, kMaxHeadProductLatent, kHeadProductFactor},
+    {"HEAD_PRODUCT_ROTATED", 0, kMaxPreparedWidth, 2},
+    {"STATE_WIDTHS", kStateWidthFactor, kMaxStateWidth, kStateWidthFactor},
+    {"CONVOLUTION_TAPS", kMinConvolutionTaps, kMaxConvolutionTaps, 1},
+    {"CONVOLUTION_COLUMNS", 0, kMaxExtent, kConvolutionFactor},
+};
+
+// Returns the layer, or the grouped GEMM, of the sizes that the rows below name. Activations in 16
+// bits need the same memory, whichever type they have.
+inline MoEShape MoEOf(const int64_t* s) {
+  return {s[0], s[1], s[2], s[3], s[4], s[5] != 0 ? 2 * s[4] : s[4]};
+}
+inline GroupedGemmShape GroupedGemmOf(const int64_t* s) {
+  return {s[0], s[2], s[2], s[3], s[1], 1};
+}
+inline int64_t MoEW4A16Bytes(const int64_t* s) {
+  return MoEW4A16WorkspaceBytes(MoEOf(s), TypeOfSize(s[6]));
+}
+inline int64_t GroupedGemmW4A16Bytes(const int64_t* s) {
+  return GroupedGemmW4A16WorkspaceBytes(GroupedGemmOf(s), TypeOfSize(s[4]));
+}
+inline AttentionShape AttentionOf(const int64_t* s) {
+  return {s[0], s[1], s[2], s[3], s[4], s[5], s[5]};
+}
+constexpr WorkspaceFact kCudaWorkspaces[] = {
+    {"nvfp4_moe_w4a16_sm80", "t top_k e h i gated itemsize", MoEW4A16Bytes},
+    {"nvfp4_moe_w4a16_sm90", "t top_k e h i gated itemsize", MoEW4A16Bytes},
+    {"nvfp4_moe_w4a4_sm120", "t top_k e h i gated itemsize",
+     [](const int64_t* s) { return MoEW4A4WorkspaceBytes(MoEOf(s)); }},
+    {"nvfp4_moe_w4a4_sm100", "t top_k e h i gated itemsize",
+     [](const int64_t* s) { return MoEW4A4Sm100WorkspaceBytes(MoEOf(s)); }},
+    {"nvfp4_grouped_gemm_w4a16_sm80", "m e n k itemsize", GroupedGemmW4A16Bytes},
+    {"nvfp4_grouped_gemm_w4a16_sm90", "m e n k itemsize", GroupedGemmW4A16Bytes},
+    {"nvfp4_grouped_gemm_w4a4_sm120", "m e n k itemsize",
+     [](const int64_t* s) { return GroupedGemmW4A4WorkspaceBytes(GroupedGemmOf(s)); }},
+    {"nvfp4_grouped_gemm_w4a4_sm100", "m e n k itemsize",
+     [](const int64_t* s) { return GroupedGemmW4A4Sm100WorkspaceBytes(GroupedGemmOf(s)); }},
+    {"nvfp4_quantize_cuda", "searches",
+     [](const int64_t* s) { return QuantizeWorkspaceBytes(s[0] != 0); }},
+    {"nvfp4_attention_cuda", "b t n m s dv",
+     [](const int64_t* s) { return AttentionWorkspaceBytes(AttentionOf(s)); }},
+    {"nvfp4_attention_fp8_cuda", "b t n m s dv",
+     [](const int64_t* s) { return AttentionWorkspaceBytes(AttentionOf(s)); }},
+    {"nvfp4_latent_attention_cuda", "b t n m s dv",
+     [](const int64_t* s) { return LatentAttentionWorkspaceBytes(AttentionOf(s)); }},
+};
+
+// The rows of a recurrence over a prompt are its chunks (CountChunks).
+constexpr WorkspaceRowsFact kCudaWorkspaceRows[] = {
+    {"nvfp4_delta_rule_cuda", "m r channel_decays",
+     [](const int64_t* s) {
+       const auto recurrence = s[2] != 0 ? Recurrence::kChannelDelta : Recurrence::kDelta;
+       return WorkspaceRows{0, ChunkBytes(recurrence, s[0], s[1]), 0};
+     }},
+    {"nvfp4_mamba2_scan_cuda", "groups shared",
+     [](const int64_t* s) {
+       return WorkspaceRows{0, ChunkBytes(Recurrence::kMamba2, s[0], s[1]), 0};
+     }},
+    {"nvfp4_mamba2_step_cuda", "heads p",
+     [](const int64_t* s) { return WorkspaceRows{0, Mamba2StepRowBytes(s[0], s[1]), 0}; }},
+};
 
 }  // namespace nvfp4

@@ -9,6 +9,8 @@ import functools
 import importlib
 from typing import Any
 
+from jax.core import min_dim
+
 from jax_nvfp4_moe.backends._ffi import EXTENSIONS
 
 
@@ -47,6 +49,19 @@ def workspace_bytes(ffi_target: str, *sizes: int) -> int:
 
     Args:
       ffi_target: name of the target.
-      *sizes: the sizes of the call, as ``ffi/launch_facts.cc`` lists them for the target.
+      *sizes: the sizes of the call, as the tables of ``ffi`` list them for the target.
     """
     return facts().WORKSPACE_BYTES[ffi_target](*sizes)
+
+
+def workspace_bytes_of_rows(ffi_target: str, rows: Any, *sizes: int) -> Any:
+    """Return the bytes of scratch memory of a call whose number of rows may be a symbol.
+
+    Args:
+      ffi_target: name of the target.
+      rows: number of rows, or what the target counts instead, such as the tokens of a layer or the
+        chunks of a recurrence. It may be a symbol of `jax.export.symbolic_shape`.
+      *sizes: the other sizes of the call.
+    """
+    fixed, of_row, most_rows = facts().WORKSPACE_ROWS[ffi_target](*sizes)
+    return fixed + of_row * (min_dim(rows, most_rows) if most_rows else rows)

@@ -36,6 +36,8 @@ from support.kernels.kernel_suite import (
     assert_accurate,
 )
 
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
+
 ISAS = cpu_calls.isa_levels()
 CPU = jax.devices("cpu")[0]
 
@@ -151,7 +153,7 @@ class TestProduct(ProductSuite):
 def outputs_of_small_workspace():
     """Return options -> instruction set -> output in a workspace of three tokens."""
     call = make_layer("out_of_range", BF16, Options())
-    one_token = cpu_calls.workspace_bytes("nvfp4_moe_w4a16_cpu", 1, 4, 6, 64, 32, True, 2)
+    one_token = workspace_bytes_of_rows("nvfp4_moe_w4a16_cpu", 1, 4, 6, 64, 32, True, 2)
     operands = (call.x, cpu_calls.prepare(call.layer), call.ids, call.weights)
     options = tuple(Options(activation_scale=mode) for mode in MODES)
     return cpu_calls.moe_of_each(*operands, options, workspace=3 * one_token)
@@ -229,7 +231,7 @@ def products_in_rounds():
     call = make_product("groups", F32)
     e, n, half_k = call.operands[1].shape
     target = "nvfp4_grouped_gemm_w4a16_cpu"
-    small = 2 * cpu_calls.workspace_bytes(target, 1, e, n, 2 * half_k, 4)
+    small = 2 * workspace_bytes_of_rows(target, 1, e, n, 2 * half_k, 4)
     each = cpu_calls.grouped_gemm_of_each(*call.operands, modes=("none",), workspace=small)
     return each["none"]
 

@@ -1,15 +1,26 @@
 """Test what C++ and Python agree on before a kernel is called."""
 
+import functools
 import sys
 import types
 
+import jax
+import numpy as np
 import pytest
+from jax import export
 
+from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends import launch_facts
-from jax_nvfp4_moe.backends.launch_facts import facts, why_missing, workspace_bytes
+from jax_nvfp4_moe.backends.launch_facts import (
+    facts,
+    why_missing,
+    workspace_bytes,
+    workspace_bytes_of_rows,
+)
 from jax_nvfp4_moe.backends.record import Backend
 from jax_nvfp4_moe.backends.resolution import choose_backend, reasons_against
 from jax_nvfp4_moe.ops.records import RECORDS, find_backend
+from jax_nvfp4_moe.ops.recurrent.kernel_limits import count_chunks
 from jax_nvfp4_moe.scheme import Problem, Target
 
 GPU = Target("cuda", (9, 0))
@@ -108,11 +119,12 @@ def test_memory_of_recurrences_holds_whole_chunks():
         ("delta_rule", (False,), keys + pairs + decays),
         ("delta_rule", (True,), keys + pairs + decays + 4),  # 4 times 32 channels of a key
     ):
-        got = workspace_bytes(f"nvfp4_{rule}_cuda", b, 65, heads, shared, *more)
+        chunks = count_chunks(b, 65)
+        got = workspace_bytes_of_rows(f"nvfp4_{rule}_cuda", chunks, heads, shared, *more)
         assert got == 4 * b * padded * heads * (2 * 128 + shared * numbers)
 
 
-MEMORY = {"WORKSPACE_BYTES": facts().WORKSPACE_BYTES, "WORKSPACE_ROUNDS": facts().WORKSPACE_ROUNDS}
+MEMORY = {"WORKSPACE_BYTES": facts().WORKSPACE_BYTES, "WORKSPACE_ROWS": facts().WORKSPACE_ROWS}
 
 
 @pytest.mark.parametrize("table", MEMORY)
@@ -149,7 +161,7 @@ def test_memory_of_calls_that_no_engine_takes_is_that_of_the_plain_kernels():
 def test_rounds_of_the_cpu_kernels_stay_below_their_bound():
     """The memory grows with the tokens, up to those of a round of 256 MiB and one slot each."""
     for sizes in ((8, 128, 2048, 768, True, 2), (1, 4, 1 << 22, 64, False, 4)):
-        fixed, of_token, most = facts().WORKSPACE_ROUNDS["nvfp4_moe_w4a16_cpu"](*sizes)
+        fixed, of_token, most = facts().WORKSPACE_ROWS["nvfp4_moe_w4a16_cpu"](*sizes)
         assert most == max((256 << 20) // of_token, 1)
         assert of_token >= sizes[0] * sizes[5] * (sizes[2] + sizes[3])
         assert fixed >= 16 * of_token // sizes[0]  # kernels read 15 rows past the last one
@@ -177,3 +189,37 @@ def test_linear_layers_with_few_rows_run_in_one_kernel():
     assert facts().most_linear_rows(1 << 18, True, 99 << 10) == 64
     for k, rows in ((2048, 8), (8192, 6), (50624, 1), (50688, 0)):
         assert facts().most_linear_rows(k, False, 99 << 10) == rows
+
+
+def test_sizes_that_do_not_fit_a_target_are_named():
+    """A symbol of `jax.export` is no size of a kernel that needs to know its memory."""
+    expected = r"nvfp4_attention_cuda: expected a number for each of b t n m s dv, got \(1, "
+    for sizes in ((1, 2), (1, 1, 32, 4, "s", 128)):
+        with pytest.raises(TypeError, match=expected):
+            workspace_bytes("nvfp4_attention_cuda", *sizes)
+
+
+def test_rows_may_be_a_symbol():
+    (b,) = export.symbolic_shape("b")
+    of_row = workspace_bytes_of_rows("nvfp4_mamba2_step_cuda", 1, 4, 8)
+    assert of_row == 4 * 4 * 8
+    assert workspace_bytes_of_rows("nvfp4_mamba2_step_cuda", b, 4, 8) == of_row * b
+    assert count_chunks(b, 65) == 2 * b
+
+
+def test_a_recurrence_is_exported_for_any_number_of_rows_and_tokens():
+    b, t = export.symbolic_shape("b, t")
+    shapes = (
+        (b, t, 2, 8),
+        (b, t, 2, 8),
+        (b, t, 2, 1, 8),
+        (b, t, 2, 1),
+        (b, t, 2, 1),
+        (b, 2, 1, 8, 8),
+    )
+    operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    rule = functools.partial(ops.gated_delta_rule, target=GPU, dtype="bfloat16")
+    unchecked = [export.DisabledSafetyCheck.custom_call("nvfp4_delta_rule_cuda")]
+    how = {"platforms": ["cuda"], "disabled_checks": unchecked}
+    exported = export.export(jax.jit(rule), **how)(*operands)
+    assert "nvfp4_delta_rule_cuda" in exported.mlir_module()

@@ -47,17 +47,26 @@ constexpr int64_t ChunkFloats(Recurrence recurrence, int64_t shared) {
   return 2 * kChunkWidth + shared * (known + kLargeChunk + TokenDecays(recurrence));
 }
 
+// Returns the chunks of all rows of the batch.
+constexpr int64_t CountChunks(int64_t b, int64_t t) { return b * CeilDiv(t, kLargeChunk); }
+
 constexpr int64_t ChunkTokens(const ChunkSizes& s) {
-  return CeilDiv(s.t, kLargeChunk) * kLargeChunk * s.b * s.key_heads;
+  return CountChunks(s.b, s.t) * kLargeChunk * s.key_heads;
+}
+
+// Returns the bytes of scratch memory for a chunk of a row.
+constexpr int64_t ChunkBytes(Recurrence recurrence, int64_t key_heads, int64_t shared) {
+  return kLargeChunk * key_heads * ChunkFloats(recurrence, shared) *
+         static_cast<int64_t>(sizeof(float));
 }
 
 constexpr int64_t ChunkWorkspaceBytes(Recurrence recurrence, const ChunkSizes& s) {
-  return ChunkTokens(s) * ChunkFloats(recurrence, s.shared) * static_cast<int64_t>(sizeof(float));
+  return CountChunks(s.b, s.t) * ChunkBytes(recurrence, s.key_heads, s.shared);
 }
 
-// Returns the bytes of scratch memory of LaunchMamba2Step: gated results, float32.
-constexpr int64_t Mamba2StepWorkspaceBytes(int64_t b, int64_t heads, int64_t p) {
-  return b * heads * p * static_cast<int64_t>(sizeof(float));
+// Returns the bytes of scratch memory of LaunchMamba2Step for a row: gated results, float32.
+constexpr int64_t Mamba2StepRowBytes(int64_t heads, int64_t p) {
+  return heads * p * static_cast<int64_t>(sizeof(float));
 }
 
 }  // namespace nvfp4

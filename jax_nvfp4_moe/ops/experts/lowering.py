@@ -5,10 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import min_dim
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
-from jax_nvfp4_moe.backends.launch_facts import facts, workspace_bytes
+from jax_nvfp4_moe.backends.launch_facts import facts, workspace_bytes, workspace_bytes_of_rows
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.scheme import Scheme
 
@@ -54,10 +53,8 @@ def _workspace(ffi_target, rows, *sizes):
       ValueError: if the number of rows is a symbol of `jax.export.symbolic_shape`. Kernels that
         work in rounds accept that.
     """
-    rounds = facts().WORKSPACE_ROUNDS.get(ffi_target)
-    if rounds is not None:
-        fixed, of_row, most_rows = rounds(*sizes)
-        return scratch(fixed + of_row * min_dim(rows, most_rows))
+    if ffi_target in facts().WORKSPACE_ROWS:
+        return scratch(workspace_bytes_of_rows(ffi_target, rows, *sizes))
     if not isinstance(rows, int):
         raise ValueError(
             f"x: expected a known number of tokens, because the kernel {ffi_target} computes the "

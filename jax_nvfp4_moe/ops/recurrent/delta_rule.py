@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
-from jax_nvfp4_moe.backends.launch_facts import workspace_bytes
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.ops.checks import check_recurrence, read_lengths, read_result_dtype
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.recurrent.gated_delta import apply_gated_delta
-from jax_nvfp4_moe.ops.recurrent.kernel_limits import STATES
+from jax_nvfp4_moe.ops.recurrent.kernel_limits import STATES, count_chunks
 from jax_nvfp4_moe.ops.running import run
 from jax_nvfp4_moe.scheme import Target
 
@@ -122,7 +122,7 @@ def _lower(ffi_target, q, k, v, g, beta, state, lengths=None, *, normalize, dtyp
         y, new = _lower(ffi_target, *operands, normalize=normalize, dtype=None)
         return y.reshape(b, t, m, r, e), new.reshape(state.shape)
     lengths = jnp.zeros(0, jnp.int32) if lengths is None else lengths
-    size = workspace_bytes(ffi_target, b, t, m, r, channel_decays)
+    size = workspace_bytes_of_rows(ffi_target, count_chunks(b, t), m, r, channel_decays)
     call = kernel_call(ffi_target, (v, state, scratch(size)), input_output_aliases={6: 1})
     return tuple(call(q, k, v, g, beta, lengths, state, normalize=bool(normalize))[:2])
 

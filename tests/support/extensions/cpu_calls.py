@@ -13,7 +13,7 @@ import pytest
 from support.kernels.float64_layer import Layer, Options
 
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.backends.launch_facts import facts
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 
 NEED_CPU = ("amx", "avx512", "avx2")  # each has a marker; the scalar kernels run anywhere
@@ -95,12 +95,6 @@ def moe_of_each(
     }
 
 
-def workspace_bytes(target, rows, *sizes):
-    """Return the bytes of scratch memory of a call of `target` for so many rows, or tokens."""
-    fixed, of_row, most_rows = facts().WORKSPACE_ROUNDS[target](*sizes)
-    return fixed + of_row * min(rows, most_rows)
-
-
 @functools.partial(jax.jit, static_argnames=("options", "isas", "workspace"))
 def _moe(x, prepared, expert_ids, expert_weights, options, isas, workspace):
     operands = (x, prepared, expert_ids, expert_weights)
@@ -112,7 +106,11 @@ def _moe_of_one(x, prepared, expert_ids, expert_weights, options, isas, workspac
     e = prepared.down_packed.shape[0]
     i = prepared.down_packed.shape[2] * 2  # this layout pads no columns
     sizes = top_k, e, h, i, options.gated, x.dtype.itemsize
-    size = workspace_bytes("nvfp4_moe_w4a16_cpu", t, *sizes) if workspace is None else workspace
+    size = (
+        workspace_bytes_of_rows("nvfp4_moe_w4a16_cpu", t, *sizes)
+        if workspace is None
+        else workspace
+    )
     outputs = (jax.ShapeDtypeStruct((t, h), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
     call = functools.partial(
         jax.ffi.ffi_call("nvfp4_moe_w4a16_cpu", outputs),
@@ -134,7 +132,7 @@ def _grouped_gemm(
     (m, k), e = x.shape, packed.shape[0]
     target, size = "nvfp4_grouped_gemm_w4a16_cpu", workspace
     if workspace is None:
-        size = workspace_bytes(target, m, e, n, k, x.dtype.itemsize)
+        size = workspace_bytes_of_rows(target, m, e, n, k, x.dtype.itemsize)
     outputs = (jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
     operands = (x, packed, block_scale, global_scale, input_scale, bias, sizes)
     call = jax.ffi.ffi_call(target, outputs)
