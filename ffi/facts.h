@@ -1,6 +1,6 @@
 // Facts that Python reads before it chooses and calls a kernel. Tables of them stand beside the
-// declarations of launches: in cuda/launch.h and cpu/workspace_rounds.h. launch_facts.cc exports
-// all rows.
+// declarations of launches: at the ends of cuda/launch.h and cpu/ops.h. launch_facts.cc exports all
+// rows.
 #pragma once
 
 #include <cstdint>

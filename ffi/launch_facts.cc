@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/workspace_rounds.h"
+#include "cpu/ops.h"
 #include "cuda/launch.h"
 #include "cuda/layers/forms.h"
 #include "facts.h"
@@ -105,9 +105,11 @@ void DefineLaunchFacts(nb::module_ m) {
   m.doc() = "What kernels and Python must agree on: sizes that kernels take, and bytes of memory.";
   for (const NumberFact& number : kCudaNumbers) m.attr(number.name) = number.value;
   const nb::object range = nb::module_::import_("builtins").attr("range");
-  for (const SizesFact& sizes : kCudaSizes) {
+  const auto add = [&](const SizesFact& sizes) {
     m.attr(sizes.name) = range(sizes.least, sizes.most + 1, sizes.factor);
-  }
+  };
+  for (const SizesFact& sizes : kCudaSizes) add(sizes);
+  for (const SizesFact& sizes : cpu::kSizes) add(sizes);
   m.attr("WORKSPACE_BYTES") = WorkspaceBytes();
   m.attr("WORKSPACE_ROWS") = WorkspaceOfRows();
   DefineForms(m);

@@ -41,15 +41,4 @@ inline WorkspaceRows GroupedGemmW4A16CpuRounds(int64_t e, int64_t k, DataType ty
   return MakeRounds(MostRowBytes(k, type) + 16, 1, e);
 }
 
-constexpr WorkspaceRowsFact kWorkspaceRows[] = {
-    {"nvfp4_moe_w4a16_cpu", "top_k e h i gated itemsize",
-     [](const int64_t* s) { return MoEW4A16CpuRounds(s[0], s[1], s[2], s[3], TypeOfSize(s[5])); }},
-    {"nvfp4_grouped_gemm_w4a16_cpu", "e n k itemsize",
-     [](const int64_t* s) { return GroupedGemmW4A16CpuRounds(s[0], s[2], TypeOfSize(s[3])); }},
-};
-
-constexpr WorkspaceFact kWorkspaces[] = {
-    {"nvfp4_quantize_cpu", "searches", [](const int64_t*) { return int64_t{0}; }},
-};
-
 }  // namespace nvfp4::cpu

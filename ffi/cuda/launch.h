@@ -647,7 +647,6 @@ constexpr SizesFact kCudaSizes[] = {
     {"DENSE_ROWS", 1, kMostDenseRows, 1},
     {"DENSE_INPUTS", kDenseFactor, kOpen, kDenseFactor},
     {"DENSE_E4M3_INPUTS", kDenseE4M3Factor, kOpen, kDenseE4M3Factor},
-    {"PREPARED_WIDTHS", 0, kMaxPreparedWidth, 1},
     {"PREPARED_WIDTHS_CUDA", 0, kMaxPreparedWidth, kPreparedWidthFactor},
     {"QUERY_LATENTS", kPreparedWidthFactor, kMaxQueryLatent, kPreparedWidthFactor},
     {"KEY_LATENTS", kPreparedWidthFactor, kMaxKeyLatent, kPreparedWidthFactor},
