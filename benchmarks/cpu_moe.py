@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
-from jax_nvfp4_moe.ops.experts.cpu import moe_workspace_bytes
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
 HERE = pathlib.Path(__file__).parent
@@ -102,9 +102,8 @@ def make_layer(seed):
 
 def layer_call(tokens, isa):
     """Return the jitted expert layer ``(x, weights, ids, expert_weights) -> y``."""
-    size = moe_workspace_bytes(
-        tokens, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE, gated=True, dtype=jnp.bfloat16
-    )
+    sizes = TOP_K, EXPERTS, HIDDEN, INTERMEDIATE, True, 2
+    size = workspace_bytes_of_rows("nvfp4_moe_w4a16_cpu", tokens, *sizes)
     outputs = (
         jax.ShapeDtypeStruct((tokens, HIDDEN), jnp.bfloat16),
         jax.ShapeDtypeStruct((size,), jnp.uint8),

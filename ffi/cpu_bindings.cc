@@ -9,7 +9,7 @@
 // take an optional attribute `isa`: "auto" (the default), or a name that isa_levels() returns.
 //
 // XLA gives CPU handlers no allocator, so scratch memory is the last result, uint8 [bytes].
-// ops/experts/cpu.py computes its size. If it is smaller than the whole call needs, the ops work in
+// cpu/workspace_rounds.h has its size. If it is smaller than the whole call needs, the ops work in
 // several rounds.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -27,6 +27,7 @@
 #include "cpu/ops.h"
 #include "expert_operands.h"
 #include "heads_operands.h"
+#include "launch_facts.h"
 #include "operands.h"
 #include "quantize_operands.h"
 #include "shapes.h"
@@ -404,6 +405,7 @@ nb::capsule Capsule(XLA_FFI_Handler* handler) {
 
 NB_MODULE(_nvfp4_cpu, m) {
   m.doc() = "NVFP4 kernels for the CPU as XLA FFI targets.";
+  nvfp4::DefineLaunchFacts(m.def_submodule("launch_facts"));
   m.def(
       "registrations",
       [] {

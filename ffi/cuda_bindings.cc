@@ -101,17 +101,14 @@ ffi::Error MoE(cudaStream_t stream, Call& operands, std::string_view activation,
     return FromCuda(LaunchMoEW4A4(stream, call, buffers));
   }
   if constexpr (kEngine == EngineKind::kSm100) {
-    const int64_t rows = std::max({std::min(shape.slots(), kMaxChunkSlots), shape.n1, shape.h});
+    const int64_t rows = std::max({std::min(shape.slots(), kChunkSlots), shape.n1, shape.h});
     NVFP4_RETURN_IF_ERROR(CheckSm100(options.type, options.activation_scale,
                                      RoundUp(rows, 128) * RoundUp(std::max(shape.h, shape.i), 64)));
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, MoEW4A4Sm100WorkspaceBytes(shape)));
     return FromCuda(LaunchMoEW4A4Sm100(stream, call, buffers));
   }
-  const bool on_engine =
-      options.type != DataType::kF32 && std::max(shape.h, shape.i) <= kMaxEngineExtent;
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, on_engine
-                                                      ? MoEW4A16WorkspaceBytes(shape)
-                                                      : MoEWorkspaceBytes(shape, options.type)));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, MoEW4A16WorkspaceBytes(shape, options.type)));
+  const bool on_engine = RunsOnEngine(shape, options.type);
   InputCombine combine = {};
   if (running_chain.fuses) buffers.combine = &combine;
   NVFP4_RETURN_IF_ERROR(FromCuda(on_engine ? LaunchMoEW4A16(stream, call, buffers)
@@ -153,10 +150,9 @@ ffi::Error GroupedGemm(cudaStream_t stream, Call& operands, std::string_view act
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, GroupedGemmW4A4Sm100WorkspaceBytes(shape)));
     return FromCuda(LaunchGroupedGemmW4A4Sm100(stream, call, buffers));
   }
-  const bool on_engine =
-      call.type != DataType::kF32 && std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent;
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, on_engine ? GroupedGemmW4A16WorkspaceBytes(shape)
-                                                            : GroupedGemmWorkspaceBytes(shape)));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectWorkspace(operands, GroupedGemmW4A16WorkspaceBytes(shape, call.type)));
+  const bool on_engine = RunsOnEngine(shape, call.type);
   const std::optional<InputNorm> norm = running_chain.TakeWork<InputNorm>();
   if (norm) {
     NVFP4_RETURN_IF_ERROR(CheckInputNorm(*norm, operands["x"]));

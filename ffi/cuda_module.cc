@@ -29,33 +29,6 @@ nb::dict Registrations() {
   return targets;
 }
 
-struct LayerWorkspace {
-  const char* name;
-  int64_t (*bytes)(const MoEShape& shape);
-};
-
-constexpr LayerWorkspace kLayerWorkspaces[] = {
-    {"moe_workspace_bytes",
-     [](const MoEShape& shape) { return MoEWorkspaceBytes(shape, DataType::kBF16); }},
-    {"moe_f32_workspace_bytes",
-     [](const MoEShape& shape) { return MoEWorkspaceBytes(shape, DataType::kF32); }},
-    {"moe_w4a16_workspace_bytes", MoEW4A16WorkspaceBytes},
-    {"moe_w4a4_workspace_bytes", MoEW4A4WorkspaceBytes},
-    {"moe_w4a4_sm100_workspace_bytes", MoEW4A4Sm100WorkspaceBytes},
-};
-
-struct GroupedWorkspace {
-  const char* name;
-  int64_t (*bytes)(const GroupedGemmShape& shape);
-};
-
-constexpr GroupedWorkspace kGroupedWorkspaces[] = {
-    {"grouped_gemm_workspace_bytes", GroupedGemmWorkspaceBytes},
-    {"grouped_gemm_w4a16_workspace_bytes", GroupedGemmW4A16WorkspaceBytes},
-    {"grouped_gemm_w4a4_workspace_bytes", GroupedGemmW4A4WorkspaceBytes},
-    {"grouped_gemm_w4a4_sm100_workspace_bytes", GroupedGemmW4A4Sm100WorkspaceBytes},
-};
-
 }  // namespace
 }  // namespace nvfp4
 
@@ -74,48 +47,4 @@ NB_MODULE(_nvfp4_cuda, m) {
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
       "Return whether GPUs of compute capability 9.0 can run the targets for 10.x and 12.x, by "
       "emulation.");
-  // The following functions are for tests, which compare them with ops/experts/cuda.py.
-  m.def(
-      "needed_shared_bytes",
-      [] {
-        nb::dict bytes;
-        bytes["moe_w4a16_sm80"] = nvfp4::MaxSharedBytesSm80();
-        bytes["moe_w4a16_sm90"] = nvfp4::MaxSharedBytesSm90();
-        bytes["moe_w4a4_sm120"] = nvfp4::MaxSharedBytesSm120();
-        bytes["latent_attention_cuda"] = nvfp4::LatentAttentionSharedBytes();
-        return bytes;
-      },
-      "Return {backend record: bytes of shared memory that a block must have to run its kernels}.");
-  m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
-        "Return the bytes of shared memory that a block of GEMM 1 for few slots needs.");
-  m.def("combined_few_shared_bytes", &nvfp4::CombinedFewSharedBytes,
-        "Return the bytes of shared memory that a block of GEMM 2 for few slots needs.");
-  m.def(
-      "attention_workspace_bytes",
-      [](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s, int64_t dv) {
-        return nvfp4::AttentionWorkspaceBytes({b, t, n, m, s, dv, dv});
-      },
-      "Return the bytes of workspace that the handler of attention expects.");
-  m.def(
-      "latent_attention_workspace_bytes",
-      [](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s, int64_t dv) {
-        return nvfp4::LatentAttentionWorkspaceBytes({b, t, n, m, s, dv, dv});
-      },
-      "Return the bytes of workspace that the handler of latent attention expects.");
-  for (const nvfp4::LayerWorkspace& record : nvfp4::kLayerWorkspaces) {
-    m.def(
-        record.name,
-        [bytes = record.bytes](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
-          return bytes({t, top_k, e, h, i, 2 * i});
-        },
-        "Return the bytes of workspace that the handler of an expert layer expects.");
-  }
-  for (const nvfp4::GroupedWorkspace& record : nvfp4::kGroupedWorkspaces) {
-    m.def(
-        record.name,
-        [bytes = record.bytes](int64_t rows, int64_t e, int64_t n, int64_t k) {
-          return bytes({rows, n, n, k, e, 1});
-        },
-        "Return the bytes of workspace that the handler of a grouped GEMM expects.");
-  }
 }

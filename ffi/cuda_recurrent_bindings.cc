@@ -297,7 +297,8 @@ ffi::Error Mamba2Step(cudaStream_t stream, const Call& operands, std::string_vie
                                    {channels, operands.size("taps")}));
   NVFP4_RETURN_IF_ERROR(operands.Check());
   NVFP4_RETURN_IF_ERROR(CheckStep(operands, inner + channels + heads));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, 4 * operands.size("b") * inner));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectWorkspace(operands, operands.size("b") * Mamba2StepRowBytes(heads, p)));
   const Mamba2StepCall call = {operands.size("b"),
                                static_cast<int32_t>(heads),
                                static_cast<int32_t>(groups),

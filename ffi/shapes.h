@@ -11,7 +11,15 @@
 
 namespace nvfp4 {
 
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 enum class DataType { kBF16, kF16, kF32, kE4M3 };
+
+// Returns a type of activations with elements of so many bytes. Both with 16 bits need the same
+// memory.
+constexpr DataType TypeOfSize(int64_t itemsize) {
+  return itemsize == 4 ? DataType::kF32 : DataType::kBF16;
+}
 
 constexpr int64_t Bytes(DataType type) { return type == DataType::kF32 ? 4 : 2; }
 

@@ -1,14 +1,16 @@
 // The functions that the bindings call, one for each op. All pointers are row-major arrays with the
 // shapes of the FFI signatures in cpu_bindings.cc. A null pointer stands for an operand that is
-// left out.
+// left out. What Python must know before a call stands in the tables at the end.
 #pragma once
 
 #include <cstdint>
 
+#include "../facts.h"
 #include "../shapes.h"
 #include "attention.h"
 #include "kernels.h"
 #include "phases.h"
+#include "workspace_rounds.h"
 
 namespace nvfp4::cpu {
 
@@ -128,5 +130,22 @@ void RunAttentionCpu(const AttentionArguments& arguments, const AttentionKernels
 void RunDenseCpu(const DenseArguments& arguments, const Kernels& kernels, ThreadPool& pool);
 
 void RunQuantizeCpu(const QuantizeArguments& arguments, const Kernels& kernels, ThreadPool& pool);
+
+// What Python reads (facts.h).
+
+constexpr SizesFact kSizes[] = {
+    {"PREPARED_WIDTHS", 0, kMaxPreparedWidth, 1},
+};
+
+constexpr WorkspaceRowsFact kWorkspaceRows[] = {
+    {"nvfp4_moe_w4a16_cpu", "top_k e h i gated itemsize",
+     [](const int64_t* s) { return MoEW4A16CpuRounds(s[0], s[1], s[2], s[3], TypeOfSize(s[5])); }},
+    {"nvfp4_grouped_gemm_w4a16_cpu", "e n k itemsize",
+     [](const int64_t* s) { return GroupedGemmW4A16CpuRounds(s[0], s[2], TypeOfSize(s[3])); }},
+};
+
+constexpr WorkspaceFact kWorkspaces[] = {
+    {"nvfp4_quantize_cpu", "searches", [](const int64_t*) { return int64_t{0}; }},
+};
 
 }  // namespace nvfp4::cpu

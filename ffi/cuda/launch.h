@@ -1,5 +1,5 @@
 // The functions of the CUDA files that cuda_bindings.cc calls. They take plain pointers and return
-// an error code.
+// an error code. What Python must know before a call stands in the tables at the end.
 //
 // Each function only launches kernels and fills on `stream`. It does not allocate memory, copy to
 // the host, or synchronize, so that a CUDA graph can capture it. What it launches does not depend
@@ -7,11 +7,16 @@
 // bytes.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/attention/splits.h"
+#include "cuda/layers/workspaces.h"
+#include "cuda/limits.h"
+#include "cuda/recurrent/chunk_sizes.h"
+#include "cuda/runtime_types.h"
+#include "cuda/scheduling/schedule_sizes.h"
+#include "facts.h"
 #include "shapes.h"
 
 namespace nvfp4 {
@@ -19,15 +24,6 @@ namespace nvfp4 {
 struct InputCombine;
 struct InputNorm;
 struct InputHeads;
-
-// No known model has more experts. sort_by_expert.cu keeps 16 counters of each expert in shared
-// memory.
-constexpr int64_t kMaxExperts = 1024;
-constexpr int64_t kMaxTopK = 32;
-// Kernels count rows and tiles, and index k and n, in 32 bits. A grid also has at most 65535 tiles
-// of n.
-constexpr int64_t kMaxRows = 1 << 30;
-constexpr int64_t kMaxExtent = 1 << 22;
 
 // The packed weights of all experts, in the layout of the engine: "fp4_64x64" for kSm120,
 // "fp4_128x64" for kSm100, and "mma_64x64" for the others. If the activation is gated, gate_up has
@@ -47,7 +43,7 @@ struct MoEBuffers {
   const int32_t* expert_ids;    // [t, top_k], any value
   const float* expert_weights;  // [t, top_k]
   void* y;                      // [t, h]
-  void* workspace;              // MoEWorkspaceBytes
+  void* workspace;              // see workspaces.h
   // If LaunchMoEW4A16 leaves out its last step, it writes here what that needs. If this is null, it
   // does not leave it out.
   InputCombine* combine = nullptr;
@@ -90,42 +86,22 @@ struct MoECall {
   int64_t output_bytes() const { return shape.t * shape.h * Bytes(type); }
 };
 
-// An expert layer on the plain kernels. ops/experts/cuda.py has the same formulas for all
-// workspaces, and a test compares them.
-int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
+// An expert layer on the plain kernels.
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 // An expert layer on call.engine, which is kSm80 or kSm90. call.type must be bf16 or f16, and h and
-// i at most kMaxEngineExtent. The engines find a row of a chunk by a 32-bit number of 16-byte
-// units.
-constexpr int64_t kMaxEngineExtent = 1 << 18;
-int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape);
+// i at most kMaxEngineExtent.
 cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 // An expert layer on FP4 tensor cores, with call.engine kSm120. Activations must be quantized, and
 // HasSm120() must be true.
-int64_t MoEW4A4WorkspaceBytes(const MoEShape& shape);
 cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 // Whether this build has code of the engine kSm120 for the current device.
 bool HasSm120();
 
-// Return the bytes of shared memory that a block needs. The first three are for the largest kernel
-// of an engine, the fourth is for latent attention with the fewest rows. It chooses more rows where
-// there is more memory. The last two are for the kernels for few slots, GEMM 1 and GEMM 2 with rows
-// of k elements. They run a layer only if the device has that much (expert_gemm_few.cuh).
-// ops/experts/cuda_notes.py has the same numbers, and tests compare them.
-int64_t MaxSharedBytesSm80();
-int64_t MaxSharedBytesSm90();
-int64_t MaxSharedBytesSm120();
-int64_t LatentAttentionSharedBytes();
-int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k);
-int64_t CombinedFewSharedBytes(int64_t slots, int64_t k);
-
 // An expert layer on FP4 tensor cores of compute capability 10.x. Weights must have the layout
 // "fp4_128x64", call.type must be bf16, and activations must be quantized.
-constexpr int64_t kMaxChunkSlots = 65536;  // slots of one chunk
-int64_t MoEW4A4Sm100WorkspaceBytes(const MoEShape& shape);
 cudaError_t LaunchMoEW4A4Sm100(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 struct GroupedGemmBuffers {
@@ -134,7 +110,7 @@ struct GroupedGemmBuffers {
   // [e]; negative sizes count as 0, and the sum is cut to m. If null, one expert owns all rows.
   const int32_t* group_sizes;
   void* y;                          // [m, n]; rows past the sum become zeros
-  void* workspace;                  // GroupedGemmWorkspaceBytes
+  void* workspace;                  // see workspaces.h
   const InputNorm* norm = nullptr;  // computes x; null if x exists. LaunchGroupedGemmW4A16 alone
 };
 
@@ -152,35 +128,29 @@ struct GroupedGemmCall {
 };
 
 // A grouped GEMM on the plain kernels.
-int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
                               const GroupedGemmBuffers& buffers);
 
-// How many rows one chunk has, which bounds the workspace. The tile scheduler counts the cost of up
-// to 2^18 rows, and the engines find a row by a 32-bit number of 16-byte units.
-inline int64_t EngineChunkRows(const GroupedGemmShape& shape) {
-  constexpr int64_t kMaxRowsAtOnce = 1 << 18, kUnits = (int64_t{1} << 32) - 1;
-  return std::min({shape.m, kMaxRowsAtOnce, kUnits / (shape.k / 8)});
-}
-
 // A grouped GEMM on call.engine, which is kSm80 or kSm90. call.type must be bf16 or f16, and n, k
 // and parts at most kMaxEngineExtent. m * k has no bound.
-int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers);
 
 // A grouped GEMM on FP4 tensor cores of 12.x. Activations must be quantized. m * k has no bound.
-int64_t GroupedGemmW4A4WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A4(cudaStream_t stream, const GroupedGemmCall& call,
                                   const GroupedGemmBuffers& buffers);
 
 // A grouped GEMM on FP4 tensor cores of 10.x, with the needs of LaunchMoEW4A4Sm100. m * k and n * k
 // must be below 2^35.
-int64_t GroupedGemmW4A4Sm100WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCall& call,
                                        const GroupedGemmBuffers& buffers);
 
+// Pieces of x whose largest magnitudes LaunchQuantize finds first, each a word of its workspace. It
+// searches if no global scale is given.
 constexpr int kAmaxPartials = 256;
+constexpr int64_t QuantizeWorkspaceBytes(bool searches) {
+  return searches ? kAmaxPartials * static_cast<int64_t>(sizeof(uint32_t)) : 0;
+}
 
 struct QuantizeCall {
   int64_t m, k;
@@ -221,10 +191,11 @@ struct RouterBuffers {
 
 cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& buffers);
 
-// The widest key and value, and the number of which each width is a multiple.
+// The widest key and value of attention, and the number of which each width is a multiple.
 constexpr int64_t kMaxHeadWidth = 256, kHeadWidthFactor = 8;
-constexpr int64_t kE4M3HeadWidthFactor = 16;  // with keys and values in E4M3
-
+// With keys and values in E4M3. With more rows (queries that share a key head), each block would
+// decode all keys again.
+constexpr int64_t kE4M3HeadWidthFactor = 16, kMaxE4M3AttentionRows = 64;
 struct AttentionCall {
   AttentionShape shape;
   DataType type;   // of q, k, v and y; kBF16 or kF16. With k_scale, k and v are kE4M3
@@ -252,14 +223,14 @@ struct AttentionBuffers {
 
 // Causal attention. The query at position p sees the keys at 0 to p that exist and that the window
 // and the chunk allow. A query that sees no key gets zeros. Positions are read on the device only.
-int64_t AttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers);
 
+// The widest key and value of latent attention.
+constexpr int64_t kMaxLatentWidth = 576, kMaxLatentValueWidth = 512;
+
 // The same, with the first dv channels of the keys as values. Buffers have no v. Each key is read
 // once for both products. Widths are multiples of kHeadWidthFactor.
-constexpr int64_t kMaxLatentWidth = 576, kMaxLatentValueWidth = 512;
-int64_t LatentAttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchLatentAttention(cudaStream_t stream, const AttentionCall& call,
                                   const AttentionBuffers& buffers);
 
@@ -393,7 +364,8 @@ inline bool FitsInputNorm(const InputNorm& norm) {
          (norm.call.weight_type == norm.call.type || norm.call.weight_type == DataType::kF32);
 }
 
-// The widest head, and the number of which its width and that of its rotated part are multiples.
+// The number of which the width of a head and that of its rotated part are multiples. The widest
+// head has kMaxPreparedWidth channels.
 constexpr int64_t kPreparedWidthFactor = 4;
 
 struct HeadsCall {
@@ -491,14 +463,6 @@ struct HeadProductBuffers {
 // Multiplies each head by its matrix, and rotates the further channels.
 cudaError_t LaunchHeadProduct(cudaStream_t stream, const HeadProductCall& call,
                               const HeadProductBuffers& buffers);
-
-// The most rows and columns of the state of a recurrent mixer, and the number of which its columns
-// are a multiple.
-constexpr int64_t kMaxStateWidth = 128, kStateWidthFactor = 4;
-
-// The tokens of the largest chunk of a recurrence over a prompt. Workspaces have room for whole
-// chunks of this size.
-constexpr int64_t kRecurrenceChunk = 64;
 
 // One token of each of b rows through a gated delta net or through Kimi delta attention, without
 // the projections. The state of a value head is a matrix [d, e].
@@ -627,7 +591,7 @@ struct Mamba2StepBuffers {
   void* inputs;              // [b, taps - 1, heads p + 2 groups n]; in place
   float* state;              // [b, heads, p, n]; in place
   void* y;                   // [b, heads p]
-  float* gated;              // [b, heads p]; scratch
+  float* gated;              // [b, heads p]; of Mamba2StepRowBytes each
 };
 
 cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,
@@ -656,5 +620,99 @@ struct Mamba2ScanBuffers {
 int64_t Mamba2ScanWorkspaceBytes(const Mamba2ScanCall& call);
 cudaError_t LaunchMamba2Scan(cudaStream_t stream, const Mamba2ScanCall& call,
                              const Mamba2ScanBuffers& buffers);
+
+// What Python reads (facts.h). Records name the numbers and the sizes.
+
+constexpr NumberFact kCudaNumbers[] = {
+    {"MAX_EXPERTS", kMaxExperts},
+    {"MAX_TOP_K", kMaxTopK},
+    {"MAX_EXTENT", kMaxExtent},
+    {"MAX_ENGINE_EXTENT", kMaxEngineExtent},
+    {"SHARED_BYTES_SM80", kSharedBytesSm80},
+    {"SHARED_BYTES_SM90", kSharedBytesSm90},
+    {"SHARED_BYTES_SM120", kSharedBytesSm120},
+    {"SHARED_BYTES_LATENT_ATTENTION", kSharedBytesLatentAttention},
+    {"RECURRENCE_CHUNK", kLargeChunk},
+    {"UNSPLIT_INPUTS", kUnsplitInputs},
+    {"FEW_STATIC_BYTES", kFewStaticBytes},
+    {"COMBINED_STATIC_BYTES", kCombinedStaticBytes},
+};
+
+constexpr SizesFact kCudaSizes[] = {
+    {"HEAD_WIDTHS", kHeadWidthFactor, kMaxHeadWidth, kHeadWidthFactor},
+    {"E4M3_HEAD_WIDTHS", kE4M3HeadWidthFactor, kMaxHeadWidth, kE4M3HeadWidthFactor},
+    {"E4M3_ATTENTION_ROWS", 1, kMaxE4M3AttentionRows, 1},
+    {"LATENT_WIDTHS", kHeadWidthFactor, kMaxLatentWidth, kHeadWidthFactor},
+    {"LATENT_VALUE_WIDTHS", kHeadWidthFactor, kMaxLatentValueWidth, kHeadWidthFactor},
+    {"DENSE_ROWS", 1, kMostDenseRows, 1},
+    {"DENSE_INPUTS", kDenseFactor, kOpen, kDenseFactor},
+    {"DENSE_E4M3_INPUTS", kDenseE4M3Factor, kOpen, kDenseE4M3Factor},
+    {"PREPARED_WIDTHS_CUDA", 0, kMaxPreparedWidth, kPreparedWidthFactor},
+    {"QUERY_LATENTS", kPreparedWidthFactor, kMaxQueryLatent, kPreparedWidthFactor},
+    {"KEY_LATENTS", kPreparedWidthFactor, kMaxKeyLatent, kPreparedWidthFactor},
+    {"ROTATED_KEY_WIDTHS", kPreparedWidthFactor, kMaxPreparedWidth, kPreparedWidthFactor},
+    {"HEAD_PRODUCT_ROWS", 1, kMaxHeadProductRows, 1},
+    {"HEAD_PRODUCT_QUERIES", 1, kMaxHeadProductQuery, 1},
+    {"HEAD_PRODUCT_LATENTS", kHeadProductFactor, kMaxHeadProductLatent, kHeadProductFactor},
+    {"HEAD_PRODUCT_ROTATED", 0, kMaxPreparedWidth, 2},
+    {"STATE_WIDTHS", kStateWidthFactor, kMaxStateWidth, kStateWidthFactor},
+    {"CONVOLUTION_TAPS", kMinConvolutionTaps, kMaxConvolutionTaps, 1},
+    {"CONVOLUTION_COLUMNS", 0, kMaxExtent, kConvolutionFactor},
+};
+
+// Returns the layer, or the grouped GEMM, of the sizes that the rows below name. Activations in 16
+// bits need the same memory, whichever type they have.
+inline MoEShape MoEOf(const int64_t* s) {
+  return {s[0], s[1], s[2], s[3], s[4], s[5] != 0 ? 2 * s[4] : s[4]};
+}
+inline GroupedGemmShape GroupedGemmOf(const int64_t* s) {
+  return {s[0], s[2], s[2], s[3], s[1], 1};
+}
+inline int64_t MoEW4A16Bytes(const int64_t* s) {
+  return MoEW4A16WorkspaceBytes(MoEOf(s), TypeOfSize(s[6]));
+}
+inline int64_t GroupedGemmW4A16Bytes(const int64_t* s) {
+  return GroupedGemmW4A16WorkspaceBytes(GroupedGemmOf(s), TypeOfSize(s[4]));
+}
+inline AttentionShape AttentionOf(const int64_t* s) {
+  return {s[0], s[1], s[2], s[3], s[4], s[5], s[5]};
+}
+constexpr WorkspaceFact kCudaWorkspaces[] = {
+    {"nvfp4_moe_w4a16_sm80", "t top_k e h i gated itemsize", MoEW4A16Bytes},
+    {"nvfp4_moe_w4a16_sm90", "t top_k e h i gated itemsize", MoEW4A16Bytes},
+    {"nvfp4_moe_w4a4_sm120", "t top_k e h i gated itemsize",
+     [](const int64_t* s) { return MoEW4A4WorkspaceBytes(MoEOf(s)); }},
+    {"nvfp4_moe_w4a4_sm100", "t top_k e h i gated itemsize",
+     [](const int64_t* s) { return MoEW4A4Sm100WorkspaceBytes(MoEOf(s)); }},
+    {"nvfp4_grouped_gemm_w4a16_sm80", "m e n k itemsize", GroupedGemmW4A16Bytes},
+    {"nvfp4_grouped_gemm_w4a16_sm90", "m e n k itemsize", GroupedGemmW4A16Bytes},
+    {"nvfp4_grouped_gemm_w4a4_sm120", "m e n k itemsize",
+     [](const int64_t* s) { return GroupedGemmW4A4WorkspaceBytes(GroupedGemmOf(s)); }},
+    {"nvfp4_grouped_gemm_w4a4_sm100", "m e n k itemsize",
+     [](const int64_t* s) { return GroupedGemmW4A4Sm100WorkspaceBytes(GroupedGemmOf(s)); }},
+    {"nvfp4_quantize_cuda", "searches",
+     [](const int64_t* s) { return QuantizeWorkspaceBytes(s[0] != 0); }},
+    {"nvfp4_attention_cuda", "b t n m s dv",
+     [](const int64_t* s) { return AttentionWorkspaceBytes(AttentionOf(s)); }},
+    {"nvfp4_attention_fp8_cuda", "b t n m s dv",
+     [](const int64_t* s) { return AttentionWorkspaceBytes(AttentionOf(s)); }},
+    {"nvfp4_latent_attention_cuda", "b t n m s dv",
+     [](const int64_t* s) { return LatentAttentionWorkspaceBytes(AttentionOf(s)); }},
+};
+
+// The rows of a recurrence over a prompt are its chunks (CountChunks).
+constexpr WorkspaceRowsFact kCudaWorkspaceRows[] = {
+    {"nvfp4_delta_rule_cuda", "m r channel_decays",
+     [](const int64_t* s) {
+       const auto recurrence = s[2] != 0 ? Recurrence::kChannelDelta : Recurrence::kDelta;
+       return WorkspaceRows{0, ChunkBytes(recurrence, s[0], s[1]), 0};
+     }},
+    {"nvfp4_mamba2_scan_cuda", "groups shared",
+     [](const int64_t* s) {
+       return WorkspaceRows{0, ChunkBytes(Recurrence::kMamba2, s[0], s[1]), 0};
+     }},
+    {"nvfp4_mamba2_step_cuda", "heads p",
+     [](const int64_t* s) { return WorkspaceRows{0, Mamba2StepRowBytes(s[0], s[1]), 0}; }},
+};
 
 }  // namespace nvfp4

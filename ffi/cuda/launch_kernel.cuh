@@ -15,8 +15,8 @@
 // once would run ahead, and a kernel could start while the last kernel but one still runs. With
 // it, all kernels but the preceding one have ended when a kernel starts. Some launch functions know
 // the preceding kernel. Before it waits, their kernel may then read what the preceding one does not
-// write. For example, GEMM 2 of an expert layer reads the ids of experts and the plan while GEMM 1
-// runs.
+// write. For example, GEMM 2 of an expert layer reads the ids of experts and the schedule while
+// GEMM 1 runs.
 //
 // A chain of calls (call_chain.h) knows which of its operands no call has written so far. They are
 // "unchanged since the previous kernel" for every call of the chain but the first. A kernel may
@@ -60,10 +60,9 @@
 #include <utility>
 
 #include "cuda/kernel_overlap.h"
+#include "shapes.h"
 
 namespace nvfp4 {
-
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(Parameters...),

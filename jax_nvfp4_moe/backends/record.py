@@ -1,9 +1,11 @@
 """What a backend is: the devices and the problems that it takes, and how it lowers ops."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from jax_nvfp4_moe.backends.launch_facts import facts, why_missing
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import ComputeCapability, Problem, Scheme, does_not_implement
 
@@ -87,6 +89,7 @@ class Backend:
       max_experts, max_top_k: largest number of experts, in all and per token.
       max_extent: largest number of rows or columns of a matrix.
       shared_bytes: bytes of shared memory per thread block that the most demanding kernel needs.
+        A string in place of one of these numbers or ranges is the name of a launch fact.
       layout: name of the layout in which it reads weights; canonical by default.
       status: on which hardware it has been executed (default), emulated or only compiled.
       slow: ops for which an automatic choice of this record is worth a warning.
@@ -101,12 +104,12 @@ class Backend:
     part: str | None = None
     dtypes: tuple[str, ...] | None = FLOATS
     weight_dtypes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    limits: Mapping[str, range] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, range | str] = dataclasses.field(default_factory=dict)
     unasked: Mapping[str, range] = dataclasses.field(default_factory=dict)
-    max_experts: int = 512
-    max_top_k: int = 32
-    max_extent: int = OPEN
-    shared_bytes: int = 0
+    max_experts: int | str = 512
+    max_top_k: int | str = OPEN
+    max_extent: int | str = OPEN
+    shared_bytes: int | str = 0
     layout: str = CANONICAL
     status: str = "executed"
     slow: frozenset[str] = frozenset()
@@ -142,17 +145,20 @@ class Backend:
         if p.op not in self.lower:  # the most frequent reason, which needs no other text
             return does_not_implement(p.op)
         missing = dict(p.unavailable).get(self.extension)
-        extent, most = max(p.hidden, p.intermediate), self.max_extent
+        without_facts = why_missing() if self.extension else None
+        if without_facts is not None:
+            return missing or without_facts
+        bounds, extent = self._bounds, max(p.hidden, p.intermediate)
         reached = [device for device in self.devices if device.reaches(p)]
-        wrong_size = _find_wrong(p.sizes, self.limits, "needs")
+        wrong_size = _find_wrong(p.sizes, bounds.limits, "needs")
         unasked = {} if asked else self.unasked
         unwanted = _find_wrong(p.sizes, unasked, "must be named in `backend` except for")
         checks = (
             (self.platform in (None, p.target.platform), f"needs {self.platform}, got {p.target}"),
             (bool(reached), f"needs {self._ranges()}, got {p.target}"),
             (
-                self.shared_bytes <= p.target.shared_bytes,
-                f"needs {self.shared_bytes} bytes of shared memory per thread block, and "
+                bounds.shared_bytes <= p.target.shared_bytes,
+                f"needs {bounds.shared_bytes} bytes of shared memory per thread block, and "
                 f"{p.target} has {p.target.shared_bytes}",
             ),
             (
@@ -165,16 +171,27 @@ class Backend:
             ),
             (self._takes_weights(p), self._needed_weights(p)),
             (
-                p.num_experts <= self.max_experts,
-                f"needs at most {self.max_experts} experts, got {p.num_experts}",
+                p.num_experts <= bounds.experts,
+                f"needs at most {bounds.experts} experts, got {p.num_experts}",
             ),
-            (p.top_k <= self.max_top_k, f"needs top_k of at most {self.max_top_k}, got {p.top_k}"),
-            (extent <= most, f"needs matrices of at most {most} rows and columns, got {extent}"),
+            (p.top_k <= bounds.top_k, f"needs top_k of at most {bounds.top_k}, got {p.top_k}"),
+            (
+                extent <= bounds.extent,
+                f"needs matrices of at most {bounds.extent} rows and columns, got {extent}",
+            ),
             (wrong_size is None, wrong_size),
             (missing is None, missing),
             (unwanted is None, unwanted),
         )
         return next((why for ok, why in checks if not ok), None)
+
+    @functools.cached_property
+    def _bounds(self) -> "_Bounds":
+        """Its bounds as numbers and ranges, with launch facts in place of their names."""
+        return _Bounds(
+            {name: _read(limit) for name, limit in self.limits.items()},
+            *map(_read, (self.max_experts, self.max_top_k, self.max_extent, self.shared_bytes)),
+        )
 
     def _takes_weights(self, p):
         """Return whether it takes the dtype of the weights, if the problem names one."""
@@ -189,6 +206,21 @@ class Backend:
     def _ranges(self):
         """Return the ranges of compute capability in words."""
         return "compute capability in " + " or ".join(map(str, self.devices))
+
+
+class _Bounds(NamedTuple):
+    """The bounds of a `Backend`, whose fields have similar names."""
+
+    limits: Mapping[str, range]
+    experts: int
+    top_k: int
+    extent: int
+    shared_bytes: int
+
+
+def _read(bound: Any) -> Any:
+    """Return a number or a range, or the launch fact of that name."""
+    return getattr(facts(), bound) if isinstance(bound, str) else bound
 
 
 def _find_wrong(sizes, ranges, verb):

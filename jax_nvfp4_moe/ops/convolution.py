@@ -167,7 +167,7 @@ def _ends(widths):
     return [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
 
 
-_MOST_TAPS, _PARTS = 8, 3  # of the kernel
+_PARTS = 3  # the most parts of the channels of a head
 
 
 def _lower(ffi_target, x, positions, inputs, *, weight, bias, widths, first, heads, stride):
@@ -196,7 +196,6 @@ def _lower(ffi_target, x, positions, inputs, *, weight, bias, widths, first, hea
 _FEW_TOKENS = 8  # tokens of a row up to which XLA's fusions run
 
 
-# A thread reads 4 columns at a time.
 _COLUMNS = ("columns", "first column", "stride", *(f"width of part {i}" for i in range(_PARTS)))
 
 
@@ -205,10 +204,10 @@ CONVOLUTION_CUDA = Backend(
     {"causal_convolution": Kernel(_lower, "nvfp4_causal_convolution_cuda")},
     (CUDA,),
     dtypes=HALVES,
-    max_extent=1 << 22,
+    max_extent="MAX_EXTENT",
     limits={
-        "taps": range(2, _MOST_TAPS + 1),
-        **dict.fromkeys(_COLUMNS, range(0, 1 << 22, 4)),
+        "taps": "CONVOLUTION_TAPS",
+        **dict.fromkeys(_COLUMNS, "CONVOLUTION_COLUMNS"),
     },
     unasked={"tokens": range(_FEW_TOKENS + 1, 1 << 62)},
 )

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.launch_facts import facts
 from jax_nvfp4_moe.backends.record import CPU, CUDA, HALVES, OPEN, Backend, Device, Kernel
 from jax_nvfp4_moe.backends.resolution import explain_plan
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8
@@ -273,12 +274,9 @@ def _round_straight_through(multiply_by_reciprocal, primals, tangents):
     return _round(x, scale, multiply_by_reciprocal), tangent.astype(x.dtype)
 
 
-_FEW_ROWS = 64  # rows up to which the kernel runs
-
-
 def _notes(_: Problem) -> tuple[str, ...]:
     """Say which calls take the kernel."""
-    return (f"1 to {_FEW_ROWS} rows take the kernel; more rows take XLA's dot",)
+    return (f"1 to {facts().DENSE_ROWS[-1]} rows take the kernel; more rows take XLA's dot",)
 
 
 _SOME = range(1, OPEN)
@@ -292,12 +290,12 @@ DENSE_CUDA = Backend(
     dtypes=HALVES,
     weight_dtypes={"bfloat16": ("bfloat16", "float32"), "float16": ("float16",)},
     limits={
-        "rows": range(1, _FEW_ROWS + 1),
-        "inputs": range(8, OPEN, 8),
-        "FP8 inputs": range(16, OPEN, 16),
+        "rows": "DENSE_ROWS",
+        "inputs": "DENSE_INPUTS",
+        "FP8 inputs": "DENSE_E4M3_INPUTS",
         "outputs": _SOME,
     },
-    max_extent=1 << 22,
+    max_extent="MAX_EXTENT",
     notes=_notes,
 )
 # It is faster than XLA's dot for up to 8 rows.
@@ -318,7 +316,7 @@ XLA_FORMS = (
         (Device("cuda", (8, 0)),),
         dtypes=HALVES[:1],
         weight_dtypes={"bfloat16": ("float32",)},
-        limits={"rows": range(_FEW_ROWS + 1, OPEN)},
+        limits={"rows": range(65, OPEN)},  # more than DENSE_CUDA takes
         sharded_by_xla=True,
     ),
     Backend(

@@ -314,7 +314,7 @@ GATING_CUDA = Backend(
         "gate_heads": Kernel(_lower_gate_heads, "nvfp4_gate_heads_cuda"),
     },
     (CUDA,),
-    max_extent=1 << 22,
+    max_extent="MAX_EXTENT",
     # A kernel of its own pays for few rows: between two other kernels of ours it does not end a
     # chain (`ops.chain_calls`). With more rows, XLA's fusion is as good.
     unasked={"rows": range(65)},

@@ -131,10 +131,10 @@ HEAD_PRODUCTS_CUDA = Backend(
     dtypes=HALVES,
     weight_dtypes={dtype: (dtype,) for dtype in HALVES},
     limits={
-        "rows": range(1, 9),
-        "head width": range(1, 513),
-        "latent": range(8, 1025, 8),
-        "rotated width": range(0, 257, 2),
+        "rows": "HEAD_PRODUCT_ROWS",
+        "head width": "HEAD_PRODUCT_QUERIES",
+        "latent": "HEAD_PRODUCT_LATENTS",
+        "rotated width": "HEAD_PRODUCT_ROTATED",
     },
 )
 

@@ -326,7 +326,7 @@ HEADS_CUDA = Backend(
     {"prepare_heads": Kernel(_lower, "nvfp4_prepare_heads_cuda", "nvfp4_prepare_heads_fp8_cuda")},
     (CUDA,),
     dtypes=HALVES,
-    limits={"head width": range(0, 257, 4), "rotated width": range(0, 257, 4)},
+    limits={"head width": "PREPARED_WIDTHS_CUDA", "rotated width": "PREPARED_WIDTHS_CUDA"},
 )
 
 
@@ -335,7 +335,7 @@ HEADS_CPU = Backend(
     {"prepare_heads": Kernel(_lower, "nvfp4_prepare_heads_cpu", "nvfp4_prepare_heads_fp8_cpu")},
     (CPU,),
     dtypes=HALVES,
-    limits={"head width": range(257), "rotated width": range(257)},
+    limits={"head width": "PREPARED_WIDTHS", "rotated width": "PREPARED_WIDTHS"},
 )
 
 

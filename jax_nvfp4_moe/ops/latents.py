@@ -187,9 +187,9 @@ LATENTS_CUDA = Backend(
     (CUDA,),
     dtypes=HALVES,
     limits={
-        "query latent": range(4, (1 << 18) + 1, 4),
-        "latent": range(4, 4097, 4),
-        "rotated width": range(4, 257, 4),
+        "query latent": "QUERY_LATENTS",
+        "latent": "KEY_LATENTS",
+        "rotated width": "ROTATED_KEY_WIDTHS",
     },
 )
 

@@ -107,7 +107,7 @@ NORM_CUDA = Backend(
     "norm_cuda",
     {"add_rms_norm": Kernel(_lower, "nvfp4_add_rms_norm_cuda")},
     (CUDA,),
-    max_extent=1 << 22,
+    max_extent="MAX_EXTENT",
 )
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.by_rows import by_rows, is_on_mesh
-from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes
 from jax_nvfp4_moe.backends.record import CPU, CUDA, Backend, Kernel
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
 from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
@@ -94,16 +95,12 @@ def meaning(x, global_scale, scale_layout):
     return packed, block_scale, scale
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("ffi_target", "partials", "scale_layout"))
-def lower_quantize(ffi_target, x, global_scale, scale_layout, *, partials):
+@functools.partial(jax.jit, inline=True, static_argnames=("ffi_target", "scale_layout"))
+def lower_quantize(ffi_target, x, global_scale, scale_layout):
     """Lower `quantize_nvfp4` to an FFI target.
 
     The call returns packed uint8, block_scale float8_e4m3fn and the global scale. Swizzled block
     scales are padded to whole tiles. Without a given global scale, the kernel computes it from x.
-
-    Args:
-      partials: number of 4-byte words of scratch memory that the search for the largest magnitude
-        needs.
     """
     m, k = x.shape
     scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
@@ -111,7 +108,7 @@ def lower_quantize(ffi_target, x, global_scale, scale_layout, *, partials):
         jax.ShapeDtypeStruct((m, k // 2), jnp.uint8),
         jax.ShapeDtypeStruct(scales, jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((), jnp.float32),
-        jax.ShapeDtypeStruct((4 * partials if global_scale is None else 0,), jnp.uint8),
+        scratch(workspace_bytes(ffi_target, global_scale is None)),
     )
     scale = jnp.zeros(0, jnp.float32) if global_scale is None else global_scale
     packed, block_scale, own_scale, _ = kernel_call(ffi_target, outputs)(
@@ -120,19 +117,16 @@ def lower_quantize(ffi_target, x, global_scale, scale_layout, *, partials):
     return packed, block_scale, own_scale if global_scale is None else global_scale
 
 
-QUANTIZE_PARTIALS = 256  # number of pieces of x whose largest magnitudes are found first
-
-
 QUANTIZE_CUDA = Backend(
     "quantize_cuda",
-    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cuda", partials=QUANTIZE_PARTIALS)},
+    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cuda")},
     (CUDA,),
 )
 
 
 QUANTIZE_CPU = Backend(
     "quantize_cpu",
-    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cpu", partials=0)},
+    {"quantize_nvfp4": Kernel(lower_quantize, "nvfp4_quantize_cpu")},
     (CPU,),
 )
 

@@ -150,7 +150,8 @@ ROUTE_CUDA = Backend(
     {"route": Kernel(_lower, "nvfp4_route_cuda")},
     (CUDA,),
     dtypes=("float32",),
-    max_experts=1024,
+    max_experts="MAX_EXPERTS",
+    max_top_k="MAX_TOP_K",
 )
 
 

@@ -36,7 +36,7 @@ from support.kernels.kernel_suite import (
     assert_accurate,
 )
 
-from jax_nvfp4_moe.ops.experts.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 
 ISAS = cpu_calls.isa_levels()
 CPU = jax.devices("cpu")[0]
@@ -153,7 +153,7 @@ class TestProduct(ProductSuite):
 def outputs_of_small_workspace():
     """Return options -> instruction set -> output in a workspace of three tokens."""
     call = make_layer("out_of_range", BF16, Options())
-    one_token = moe_workspace_bytes(1, 4, 6, 64, 32, gated=True, dtype=BF16)
+    one_token = workspace_bytes_of_rows("nvfp4_moe_w4a16_cpu", 1, 4, 6, 64, 32, True, 2)
     operands = (call.x, cpu_calls.prepare(call.layer), call.ids, call.weights)
     options = tuple(Options(activation_scale=mode) for mode in MODES)
     return cpu_calls.moe_of_each(*operands, options, workspace=3 * one_token)
@@ -230,7 +230,8 @@ def products_in_rounds():
     """Return instruction set -> product in a workspace of two rows."""
     call = make_product("groups", F32)
     e, n, half_k = call.operands[1].shape
-    small = 2 * grouped_gemm_workspace_bytes(1, e, n, 2 * half_k, dtype=F32)
+    target = "nvfp4_grouped_gemm_w4a16_cpu"
+    small = 2 * workspace_bytes_of_rows(target, 1, e, n, 2 * half_k, 4)
     each = cpu_calls.grouped_gemm_of_each(*call.operands, modes=("none",), workspace=small)
     return each["none"]
 

@@ -38,8 +38,6 @@ cudaError_t LaunchChosenDense(cudaStream_t stream, const DenseFewCall& call,
 }
 
 // The plain kernels are not compiled: their instructions have no replacement here.
-int64_t MoEWorkspaceBytes(const MoEShape&, DataType) { return 0; }
-int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape&) { return 0; }
 cudaError_t LaunchMoE(cudaStream_t, const MoECall&, const MoEBuffers&) {
   return cudaErrorNotSupported;
 }
@@ -218,10 +216,6 @@ std::vector<NamedHandler> FunctionHandlers() {
 using namespace nvfp4;
 
 extern "C" {
-
-int64_t combined_few_shared_bytes(int64_t slots, int64_t k) {
-  return CombinedFewSharedBytes(slots, k);
-}
 
 void cut_linear_few(int64_t rows, int64_t n, int64_t k, int clusters, LinearFewCut* cut) {
   *cut = CutLinearFew(rows, n, k, clusters != 0);

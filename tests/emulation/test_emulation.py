@@ -22,9 +22,10 @@ from support.kernels.kernel_suite import (
 from support.kernels.quantizer_suite import QuantizerSuite
 from support.kernels.router_suite import RouterSuite
 
+from jax_nvfp4_moe.backends.launch_facts import facts
+
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
-COMBINED_STATIC_BYTES = 1 << 10  # static shared memory of the second GEMM
 # The rows of 32 slots take 90624 bytes in the second GEMM, besides weights and sums.
 WIDE_FEW_SLOTS = (16, 2, 4, 64, 1408, uniform(16, 2, 4))
 LARGER = {
@@ -71,8 +72,9 @@ def test_few_slots_take_no_more_shared_memory_than_the_device_has(library, mode)
     """On 8.6 and 8.9, the rows of these 32 slots fit only without the other data of a block."""
     call = make_layer(WIDE_FEW_SLOTS, BF16, Options(activation_scale=mode))
     slots, width = call.ids.size, call.layer.down_packed.shape[2] * 2
-    needed = library.combined_few_shared_bytes(slots, width)
-    dynamic = needed - COMBINED_STATIC_BYTES
+    sizes = call.ids.shape[1], call.x.shape[1], width
+    needed = facts().few_slots_shared_bytes(slots, *sizes)  # of the second GEMM, which has all rows
+    dynamic = needed - facts().COMBINED_STATIC_BYTES
     assert slots * (2 * width + 16) < 99 << 10
     for device, few in ((cuda_emulation.HOPPER_SHARED_BYTES, True), (99 << 10, False)):
         assert (needed <= device) == few

@@ -2,13 +2,10 @@
 
 import subprocess
 
-import ml_dtypes
 import numpy as np
 import pytest
 from support.emulation import cuda_emulation
 from support.files.given import ROOT, TESTS
-
-from jax_nvfp4_moe.ops.experts import sm100
 
 ROWS = {
     "one_row": [1],
@@ -94,16 +91,3 @@ def test_layouts_are_those_of_cute(program):
     assert compared > 3_000_000
     assert different == 0
     assert count("wrong")[1] > 0
-
-
-@pytest.mark.cuda_build
-@pytest.mark.parametrize("shape", [(2, 4, 64, 48), (8, 128, 2048, 768), (32, 512, 32, 16)])
-@pytest.mark.parametrize("tokens", [0, 1, 2047, 2048, 2049, 65536])
-def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
-    from jax_nvfp4_moe import _nvfp4_cuda
-
-    (top_k, e, h, i), dtype = shape, np.dtype(ml_dtypes.bfloat16)
-    ours = sm100.moe_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
-    assert ours == _nvfp4_cuda.moe_w4a4_sm100_workspace_bytes(tokens, top_k, e, h, i)
-    ours = sm100.grouped_gemm_workspace_bytes(tokens, e, i + 1, h, dtype=dtype)
-    assert ours == _nvfp4_cuda.grouped_gemm_w4a4_sm100_workspace_bytes(tokens, e, i + 1, h)

@@ -13,8 +13,8 @@ from support.kernels.head_suite import Call as Heads
 from support.kernels.kernel_cases import Options, make_layer, uniform
 from support.kernels.linear_few_suite import make_linear
 
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes
 from jax_nvfp4_moe.numerics.rope import Rope
-from jax_nvfp4_moe.ops.causal_attention.cuda import attention_workspace_bytes
 from jax_nvfp4_moe.ops.heads import HeadOptions
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
@@ -210,7 +210,10 @@ def call_heads(call, options):
     attention = Call(
         "nvfp4_attention_cuda",
         (Result(0, 0), Result(0, 1), Result(0, 2), call.positions, sinks),
-        [((b, t, n, d), dtype), ((attention_workspace_bytes(b, t, n, m, s, d),), np.uint8)],
+        [
+            ((b, t, n, d), dtype),
+            ((workspace_bytes("nvfp4_attention_cuda", b, t, n, m, s, d),), np.uint8),
+        ],
         {
             "scale": np.float32(d**-0.5),
             "window": np.int32(options.get("window", 0)),

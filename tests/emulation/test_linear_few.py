@@ -8,7 +8,7 @@ from support.kernels.kernel_suite import assert_accurate
 from support.kernels.linear_few_suite import LINEARS, LinearFewSuite, make_linear
 
 from jax_nvfp4_moe import Problem, Scheme, Target, explain
-from jax_nvfp4_moe.ops.experts.cuda_notes import linear_few_rows
+from jax_nvfp4_moe.backends.launch_facts import facts
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -101,7 +101,8 @@ def test_layers_are_cut_for_hopper(library, n, k):
 def test_explain_says_up_to_how_many_rows_the_kernel_runs(library, k, capability):
     target = Target("cuda", capability)
     problem = Problem("grouped_gemm", Scheme.W4A16, target, hidden=k, intermediate=2048)
-    rows, clusters = linear_few_rows(problem), capability >= (9, 0)
+    clusters = capability >= (9, 0)
+    rows = facts().most_linear_rows(k, clusters, target.shared_bytes)
     cuts = [
         cuda_emulation.cut_linear_few(
             library, n, 2048, k, H200, clusters=clusters, shared_bytes=target.shared_bytes

@@ -18,9 +18,7 @@ from support.kernels.axes import axis
 from support.kernels.fp8_attention_suite import FP8, FP8_CASES, Fp8KernelSuite, make_fp8
 from support.ops.gradients import gradients
 
-from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.ops import attention
-from jax_nvfp4_moe.ops.causal_attention.cuda import attention_workspace_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -92,16 +90,6 @@ def test_batches_and_gradients():
     for got, expected in zip(*map(gradients_of, ("attention_cuda", "reference")), strict=True):
         assert float(jnp.abs(expected).max()) > 0
         np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize("b", [1, 3, 70])
-@pytest.mark.parametrize("t", [1, 9, 300])
-@pytest.mark.parametrize("s", [1, 257, 40000])
-def test_workspace_is_that_of_the_kernels(b, t, s):
-    module = _ffi.load("_nvfp4_cuda")
-    for n, m, dv in ((32, 4, 128), (7, 7, 40), (16, 2, 256)):
-        ours = attention_workspace_bytes(b, t, n, m, s, dv)
-        assert module.attention_workspace_bytes(b, t, n, m, s, dv) == ours
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from support.kernels.recurrence_suite import RowsAloneSuite
 from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
-from jax_nvfp4_moe.ops.recurrent.delta_rule import delta_rule_workspace_bytes
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 pytestmark = pytest.mark.gpu
@@ -159,7 +159,10 @@ def test_kernel_names_a_wrong_operand(name, wrong, message):
     names = ("q", "k", "v", "g", "beta", "lengths", "state")
     *tokens, state = make_rule("one more token than a chunk")
     given = dict(zip(names, (*tokens, np.zeros(0, np.int32), state), strict=True))
-    given |= {"workspace": delta_rule_workspace_bytes(1, 65, 1, 3), name: wrong}
+    given |= {
+        "workspace": workspace_bytes_of_rows("nvfp4_delta_rule_cuda", 2, 1, 3, False),
+        name: wrong,
+    }
     operands = [jnp.asarray(given[name]) for name in names]
     results = [
         jax.ShapeDtypeStruct((1, 65, 1, 3, 48), jnp.float32),

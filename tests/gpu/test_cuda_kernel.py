@@ -17,7 +17,7 @@ from support.kernels.gpu_suite import (
     TokensAloneSuite,
     assert_graph_follows_the_routing,
 )
-from support.kernels.kernel_cases import BF16, F16, LAYERS, make_layer, uniform
+from support.kernels.kernel_cases import BF16, LAYERS, make_layer, uniform
 from support.kernels.kernel_suite import (
     ChunkedProductSuite,
     ProductSuite,
@@ -28,16 +28,7 @@ from support.kernels.kernel_suite import (
     combinations,
 )
 
-from jax_nvfp4_moe.ops.experts.cuda import (
-    grouped_gemm_w4a4_workspace_bytes,
-    grouped_gemm_w4a16_workspace_bytes,
-    grouped_gemm_workspace_bytes,
-    moe_w4a4_workspace_bytes,
-    moe_w4a16_workspace_bytes,
-    moe_workspace_bytes,
-)
-from jax_nvfp4_moe.ops.experts.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
-from jax_nvfp4_moe.ops.records import RECORDS
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes
 
 # tokens, top_k, experts, hidden, intermediate, for which an H100 or H200 has more output tiles of
 # GEMM 1, or of GEMM 2, than blocks. An expert has 2.5 or 5.6 rows.
@@ -89,9 +80,10 @@ def test_scratch_memory_of_products_does_not_grow_past_a_chunk(k):
 
     16-bit GEMMs with more rows once ran on the plain kernel, which needs more memory.
     """
-    for formula in (grouped_gemm_w4a16_workspace_bytes, grouped_gemm_w4a4_workspace_bytes):
-        sizes = [formula(rows, 4, 64, k, dtype=np.dtype(F16)) for rows in (2**18, 2**22)]
-        assert sizes[0] == sizes[1]
+    for suffix in ("w4a16_sm80", "w4a16_sm90", "w4a4_sm120"):
+        target = f"nvfp4_grouped_gemm_{suffix}"
+        sizes = {workspace_bytes(target, rows, 4, 64, k, 2) for rows in (2**18, 2**22)}
+        assert len(sizes) == 1
 
 
 # The errors of a target for wrong operands.
@@ -129,48 +121,3 @@ def test_wrong_operand_is_named(name, what):
         cuda_calls.moe_prepared(
             arrays[0], prepared, *arrays[11:], call.options, i
         ).block_until_ready()
-
-
-@pytest.mark.cuda_build
-def test_shared_memory_of_the_records_is_that_of_the_kernels():
-    from jax_nvfp4_moe import _nvfp4_cuda
-
-    of_records = {b.name: b.shared_bytes for b in RECORDS if b.shared_bytes}
-    assert of_records == _nvfp4_cuda.needed_shared_bytes()
-
-
-@pytest.mark.cuda_build
-@pytest.mark.parametrize("slots", [1, 6, 32])
-@pytest.mark.parametrize("k", [16, 1408, 4096])
-def test_shared_memory_of_few_slots_is_that_of_the_kernel(k, slots):
-    from jax_nvfp4_moe import _nvfp4_cuda
-
-    for slots_per_row in (1, 4):
-        ours = few_slots_shared_bytes(slots, slots_per_row, k)
-        assert ours == _nvfp4_cuda.few_slots_shared_bytes(slots, slots_per_row, k)
-    combined = combined_few_shared_bytes(slots, k)
-    assert combined == _nvfp4_cuda.combined_few_shared_bytes(slots, k)
-
-
-@pytest.mark.cuda_build
-@pytest.mark.parametrize("shape", [(0, 2, 4, 64, 48), (1, 8, 128, 2048, 768), (9, 32, 512, 32, 16)])
-@pytest.mark.parametrize("tokens", [0, 1, 1023, 1024, 1025, 65536, 2**18 + 1])
-def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
-    from jax_nvfp4_moe import _nvfp4_cuda
-
-    _, top_k, e, h, i = shape
-    for dtype in (np.dtype(np.float16), np.dtype(np.float32)):
-        ours = moe_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
-        name = "moe_f32_workspace_bytes" if dtype == np.float32 else "moe_workspace_bytes"
-        assert ours == getattr(_nvfp4_cuda, name)(tokens, top_k, e, h, i)
-        hopper = moe_w4a16_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
-        assert hopper == max(ours, _nvfp4_cuda.moe_w4a16_workspace_bytes(tokens, top_k, e, h, i))
-        ours = grouped_gemm_workspace_bytes(tokens, e, i, h, dtype=dtype)
-        assert ours == _nvfp4_cuda.grouped_gemm_workspace_bytes(tokens, e, i, h)
-        hopper = grouped_gemm_w4a16_workspace_bytes(tokens, e, i, h, dtype=dtype)
-        own = _nvfp4_cuda.grouped_gemm_w4a16_workspace_bytes(tokens, e, i, h)
-        assert hopper == (ours if dtype == np.float32 else own)
-        fp4 = moe_w4a4_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
-        assert fp4 == _nvfp4_cuda.moe_w4a4_workspace_bytes(tokens, top_k, e, h, i)
-        fp4 = grouped_gemm_w4a4_workspace_bytes(tokens, e, i, h, dtype=dtype)
-        assert fp4 == _nvfp4_cuda.grouped_gemm_w4a4_workspace_bytes(tokens, e, i, h)

@@ -10,9 +10,7 @@ from support.kernels.axes import axis
 from support.kernels.latent_attention_suite import CASES, LatentAttentionSuite, make
 from support.ops.gradients import gradients
 
-from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.ops import attention, chain_calls
-from jax_nvfp4_moe.ops.causal_attention.cuda import latent_attention_workspace_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -100,16 +98,6 @@ def test_a_chain_has_the_bits_of_its_calls():
     expected = jax.jit(twice)(q, k, positions)
     got = jax.jit(chain_calls(twice))(q, k, positions)
     np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize("b", [1, 3, 70])
-@pytest.mark.parametrize("t", [1, 9, 300])
-@pytest.mark.parametrize("s", [1, 257, 40000])
-def test_workspace_is_that_of_the_kernels(b, t, s):
-    module = _ffi.load("_nvfp4_cuda")
-    for n, m, dv in ((128, 1, 512), (16, 1, 512), (7, 7, 32)):
-        ours = latent_attention_workspace_bytes(b, t, n, m, s, dv)
-        assert module.latent_attention_workspace_bytes(b, t, n, m, s, dv) == ours
 
 
 F16 = jnp.float16

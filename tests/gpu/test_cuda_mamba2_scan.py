@@ -19,7 +19,7 @@ from support.kernels.recurrence_suite import RowsAloneSuite
 from support.ops.gradients import gradients
 
 from jax_nvfp4_moe import ops
-from jax_nvfp4_moe.ops.recurrent.mamba2_scan import mamba2_scan_workspace_bytes
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -118,7 +118,7 @@ def test_kernel_names_a_wrong_operand(name, wrong, message):
     names = ("x", "dt", "a", "B", "C", "D", "lengths", "state")
     *tokens, state = make_scan("one more token than a chunk")
     given = dict(zip(names, (*tokens, np.zeros(0, np.int32), state), strict=True))
-    given |= {"workspace": mamba2_scan_workspace_bytes(1, 65, 1, 3), name: wrong}
+    given |= {"workspace": workspace_bytes_of_rows("nvfp4_mamba2_scan_cuda", 2, 1, 3), name: wrong}
     operands = [jnp.asarray(given[name]) for name in names]
     results = [
         jax.ShapeDtypeStruct(operands[0].shape, jnp.float32),

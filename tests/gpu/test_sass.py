@@ -21,7 +21,7 @@ from support.extensions.machine_code import (
     run,
 )
 
-from jax_nvfp4_moe.ops.experts.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
+from jax_nvfp4_moe.backends.launch_facts import facts
 
 pytestmark = pytest.mark.cuda_build
 
@@ -164,8 +164,8 @@ def test_products_use_their_units(code, arch):
 # Kernel for few slots -> the static shared memory of a block: all that does not hold rows, weights
 # or sums.
 FEW_STATIC_BYTES = {
-    "ExpertGemmFew": few_slots_shared_bytes(0, 1, 16) - 4 * 8 * 576,
-    "CombinedGemmFew": combined_few_shared_bytes(0, 16) - 16 * 6 * 576 - 15 * 8 * 72,
+    "ExpertGemmFew": facts().FEW_STATIC_BYTES,
+    "CombinedGemmFew": facts().COMBINED_STATIC_BYTES,
 }
 
 

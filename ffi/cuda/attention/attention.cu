@@ -3,18 +3,6 @@
 
 namespace nvfp4 {
 
-int64_t AttentionWorkspaceBytes(const AttentionShape& shape) {
-  Sections sections(nullptr);
-  TakeParts(&sections, shape, Splits(shape));
-  return sections.bytes();
-}
-
-int64_t LatentAttentionWorkspaceBytes(const AttentionShape& shape) {
-  Sections sections(nullptr);
-  TakeParts(&sections, shape, LatentSplits(shape));
-  return sections.bytes();
-}
-
 namespace {
 
 // Whether the kernel for few rows can prepare the heads, too.

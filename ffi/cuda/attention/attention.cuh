@@ -1,4 +1,5 @@
-// What all attention kernels share: which keys a query sees, and how few queries divide their keys.
+// What all attention kernels share: which keys a query sees. splits.h says how few queries divide
+// their keys.
 //
 // The query heads that share a key head are its group. The queries of all heads of a group are the
 // rows of one matrix: row r is query r / g, head r % g of the group. A kernel computes a tile of
@@ -8,9 +9,10 @@
 
 #include <algorithm>
 
+#include "cuda/attention/splits.h"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/workspace.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
 
@@ -31,64 +33,12 @@ __device__ __forceinline__ KeyRange VisibleKeys(int position, int s, int window,
   return {begin, min(position + 1, s)};
 }
 
-// Few tiles of queries do not fill a device. Their keys are then divided: up to Splits(shape)
-// blocks compute one tile, each for its own part of the visible keys. LaunchMerge joins the
-// parts. The number of blocks depends on the shape alone, so that the results and the
-// workspace do not depend on the device. The keys of a part depend on the positions.
-constexpr int64_t kSplitBlocks = 264;  // two for each multiprocessor of an H100 or H200
-constexpr int64_t kSplitRows = 64;     // rows of a tile, as this file counts them
-constexpr int kSplitKeys = 256;        // a part has no fewer keys, except for the last one
-
-// The widths of keys and values up to which a tile has narrow rows.
-constexpr int64_t kNarrowKeys = 192, kNarrowValues = 128;
-
-inline int64_t Splits(const AttentionShape& shape) {
-  const int64_t rows = shape.t * shape.group();
-  const int64_t tiles = std::max<int64_t>(shape.b * shape.m * CeilDiv(rows, kSplitRows), 1);
-  // A block with few wide rows has a multiprocessor of its own.
-  const bool alone = rows <= 16 && shape.dv > kNarrowValues;
-  const int64_t blocks = alone ? kSplitBlocks / 2 : kSplitBlocks;
-  return std::max<int64_t>(std::min(blocks / tiles, CeilDiv(shape.s, kSplitKeys)), 1);
-}
-
-// The same for latent attention, whose kernel keeps one or two blocks on a multiprocessor. Its
-// tiles have 16 rows if there are no more, and otherwise 64 where they fit.
-constexpr int kLatentSplitKeys = 64;
-
-inline int64_t LatentSplits(const AttentionShape& shape) {
-  const int64_t rows = shape.t * shape.group();
-  const int64_t tiles = std::max<int64_t>(shape.b * shape.m * CeilDiv(rows, kSplitRows), 1);
-  const int64_t blocks = rows <= 16 ? kSplitBlocks : kSplitBlocks / 2;
-  return std::max<int64_t>(std::min(blocks / tiles, CeilDiv(shape.s, kLatentSplitKeys)), 1);
-}
-
-// The largest score of a row of one part, in units of log2(e), and the sum of its exponentials. A
-// part without keys has the sum 0, and nothing else of it is defined.
-struct PartSum {
-  float largest, sum;
-};
-
-// The results of the parts, for all rows of [b, m, splits, t g]. Null if there is one part.
-struct Parts {
-  float* values;  // [..., dv]; sums of values, weighted by exponentials
-  PartSum* sums;  // [...]
-};
-
-inline Parts TakeParts(Sections* sections, const AttentionShape& shape, int64_t splits) {
-  if (splits == 1) return {nullptr, nullptr};
-  const int64_t rows = shape.b * shape.t * shape.n * splits;
-  Parts parts;
-  parts.values = sections->Take<float>(rows * shape.dv);
-  parts.sums = sections->Take<PartSum>(rows);
-  return parts;
-}
-
 // Attention on mma.sync, for every device since 8.0. LaunchAttention calls it wherever no kernel of
 // a single architecture is faster.
 cudaError_t LaunchAttentionSm80(cudaStream_t stream, const AttentionCall& call,
                                 const AttentionBuffers& buffers);
 
-// The same for keys and values in E4M3. It is meant for up to 64 rows.
+// The same for keys and values in E4M3. It is meant for up to kMaxE4M3AttentionRows rows.
 cudaError_t LaunchAttentionFp8(cudaStream_t stream, const AttentionCall& call,
                                const AttentionBuffers& buffers);
 

@@ -414,7 +414,7 @@ cudaError_t LaunchTyped(cudaStream_t stream, const LatentGrid& grid) {
 
 }  // namespace
 
-int64_t LatentAttentionSharedBytes() { return Rows16::kBytes + kStaticBytes; }
+static_assert(Rows16::kBytes + kStaticBytes == kSharedBytesLatentAttention, "limits.h");
 
 cudaError_t LaunchLatentKernels(cudaStream_t stream, const AttentionCall& call,
                                 const AttentionBuffers& buffers, bool is_hopper) {

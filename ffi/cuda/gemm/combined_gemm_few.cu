@@ -5,7 +5,7 @@
 // A block owns a slab of 16 columns of y, for all tokens. In each weight tile of 64 rows, one of
 // four warps owns the 16 rows of a slab (weight_tile.cuh). They are a part of 512 contiguous bytes
 // of codes and 64 of scales. The work of a block is a list of such parts: all tiles of k of the
-// first expert tile of the plan, then those of the next. The warps divide the list evenly, each
+// first tile of the sorted slots, then those of the next. The warps divide the list evenly, each
 // takes contiguous parts, and a warp has kDepth of them in flight.
 //
 // Where the parts of an expert tile end, or those of a warp, the warp stores its sums to places of
@@ -31,14 +31,12 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kWarps = 16;
+constexpr int kWarps = kCombinedWarps;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
-constexpr int kDepth = 6;  // parts of a warp in flight
+constexpr int kDepth = kCombinedDepth;  // parts of a warp in flight
 constexpr int kRingBytes = kWarps * PartRing<kDepth, true>::kBytes;
-// A column of sums has 16 weight rows. The distance of columns leaves few bank conflicts.
-constexpr int kColumnFloats = kSlab + 2;
-constexpr int kColumnBytes = kColumnFloats * 4;
+constexpr int kColumnFloats = kCombinedColumnFloats;
 static_assert(kFewSlots * kSlab == kThreads, "a thread for each slot and weight row");
 
 // The list of the parts of a block, and how its warps divide it.
@@ -60,7 +58,7 @@ __device__ __forceinline__ int SumPlace(const RowTile& tile, int warp) {
   return tile.row + kRows * warp;
 }
 
-// A part: a tile of the plan, and a tile of k.
+// A part: a tile of the sorted slots, and a tile of k.
 struct Position {
   int tile;
   int k_tile;
@@ -73,17 +71,17 @@ struct Position {
 };
 
 // Returns the number of the weight tile that has a part of this block.
-__device__ __forceinline__ int64_t WeightTile(const ExpertGemm& p, const Plan& plan,
+__device__ __forceinline__ int64_t WeightTile(const ExpertGemm& p, const SortedSlots& sorted,
                                               const Position& position) {
-  const int64_t m_tile = static_cast<int64_t>(plan.tiles[position.tile].expert) * p.m_tiles() +
+  const int64_t m_tile = static_cast<int64_t>(sorted.tiles[position.tile].expert) * p.m_tiles() +
                          static_cast<int>(blockIdx.x) / kParts;
   return m_tile * KTiles(p.k) + position.k_tile;
 }
 
 // Returns the place of the slot of this thread.
-__device__ __forceinline__ SlotPlace OwnPlace(const Plan& plan, int num_slots) {
+__device__ __forceinline__ SlotPlace OwnPlace(const SortedSlots& sorted, int num_slots) {
   const int slot = static_cast<int>(threadIdx.x) / kSlab;
-  return slot < num_slots ? plan.places[slot] : SlotPlace{-1, 0};
+  return slot < num_slots ? sorted.places[slot] : SlotPlace{-1, 0};
 }
 
 // What a thread needs for the output of its slot and weight row.
@@ -92,13 +90,13 @@ struct SlotOutput {
 };
 
 template <typename T>
-__device__ __forceinline__ SlotOutput LoadSlotOutput(const ExpertGemm& p, const Plan& plan,
+__device__ __forceinline__ SlotOutput LoadSlotOutput(const ExpertGemm& p, const SortedSlots& sorted,
                                                      const CombineTokens& tokens, int num_slots) {
   const int slot = static_cast<int>(threadIdx.x) / kSlab;
   const int row = static_cast<int>(blockIdx.x) * kSlab + static_cast<int>(threadIdx.x) % kSlab;
-  const SlotPlace place = OwnPlace(plan, num_slots);
+  const SlotPlace place = OwnPlace(sorted, num_slots);
   if (place.tile < 0) return {0.0f, 0.0f, 0.0f};
-  const int64_t expert = plan.tiles[place.tile].expert;
+  const int64_t expert = sorted.tiles[place.tile].expert;
   float scale =
       kProductUnit<T> * p.weight.global_scale[expert * p.parts + PartOf(p, row, p.columns)];
   if (p.left.input_scale != nullptr) scale *= p.left.input_scale[expert];
@@ -110,15 +108,15 @@ __device__ __forceinline__ SlotOutput LoadSlotOutput(const ExpertGemm& p, const 
 // The parts of a warp.
 struct Parts {
   const ExpertGemm& p;
-  const Plan& plan;
+  const SortedSlots& sorted;
   int begin, end;
   int requested;
   Position next;  // of the part that is requested next
 
-  __device__ __forceinline__ Parts(const ExpertGemm& gemm, const Plan& made,
+  __device__ __forceinline__ Parts(const ExpertGemm& gemm, const SortedSlots& made,
                                    const Division& division, int warp)
       : p(gemm),
-        plan(made),
+        sorted(made),
         begin(division.Begin(warp)),
         end(division.Begin(warp + 1)),
         requested(begin),
@@ -131,7 +129,7 @@ struct Parts {
   __device__ __forceinline__ void Request(uint8_t* place) {
     if (requested == end) return;
     const int part = static_cast<int>(blockIdx.x) % kParts;
-    PartSource(p.weight, WeightTile(p, plan, next), part).Request(0, place);
+    PartSource(p.weight, WeightTile(p, sorted, next), part).Request(0, place);
     next.Step(KTiles(p.k));
     ++requested;
   }
@@ -147,9 +145,9 @@ __device__ __forceinline__ void MultiplyParts(Parts* parts, const TileConstants&
   Position position = parts->At(parts->begin);
 #pragma unroll 1
   for (int part = parts->begin; part < parts->end;) {
-    const RowTile& tile = parts->plan.tiles[position.tile];  // a copy would take registers
+    const RowTile& tile = parts->sorted.tiles[position.tile];  // a copy would take registers
     const int last = min(parts->end, part + KTiles(p.k) - position.k_tile);
-    const int slot = parts->plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
+    const int slot = parts->sorted.slots[tile.row + min(lane % 8, tile.rows - 1)];
     const uint8_t* b =
         rows + slot * RowStride(p.k) + lane / 8 * 16 + position.k_tile * (kTileK * 2);
     float halves[2][4] = {};
@@ -178,40 +176,40 @@ __global__ void __launch_bounds__(kThreads + (kLeavesRoom<T, kRounds> ? 64 : 0),
     CombinedGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
                     const CombineTokens tokens, const TileConstants constants) {
   NVFP4_DYNAMIC_SHARED(shared);
-  __shared__ Plan plan;
+  __shared__ SortedSlots sorted;
   uint8_t* rows = shared + kRingBytes;
   auto* sums = reinterpret_cast<float*>(rows + few.num_slots * RowStride(p.k));
   const auto thread = static_cast<int>(threadIdx.x);
   const int k_tiles = KTiles(p.k);
-  if (thread < 32) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
+  if (thread < 32) SortSlots(few.expert_ids, few.num_slots, few.num_experts, &sorted);
   __syncthreads();
-  const Division division(plan.num_tiles * k_tiles);
+  const Division division(sorted.num_tiles * k_tiles);
   const int warp = thread / 32;
-  Parts parts(p, plan, division, warp);
+  Parts parts(p, sorted, division, warp);
   const PartRing<kDepth, kRefills> ring(shared + warp * PartRing<kDepth, kRefills>::kBytes);
   ring.Fill([&](uint8_t* place) { parts.Request(place); });
-  const SlotOutput output = LoadSlotOutput<T>(p, plan, tokens, few.num_slots);
+  const SlotOutput output = LoadSlotOutput<T>(p, sorted, tokens, few.num_slots);
   WaitForPrecedingKernel();
   StartNextKernel();
-  BringRows<false>(p, plan.routed, warp, kWarps, thread % 32, 32, rows,
+  BringRows<false>(p, sorted.routed, warp, kWarps, thread % 32, 32, rows,
                    [](int slot) { return slot; });
   WaitCopies<0>();
   __syncthreads();
   if constexpr (kRounds) {
-    RoundRows<T>(p, plan.routed, kThreads, rows, [&](int slot) { return few.expert_ids[slot]; });
+    RoundRows<T>(p, sorted.routed, kThreads, rows, [&](int slot) { return few.expert_ids[slot]; });
     __syncthreads();
   }
   MultiplyParts<T>(&parts, constants, ring, rows, sums);
   __syncthreads();
 
   float value = 0.0f;
-  const SlotPlace place = OwnPlace(plan, few.num_slots);
+  const SlotPlace place = OwnPlace(sorted, few.num_slots);
   if (place.tile >= 0) {
     const int first = place.tile * k_tiles;
     const int last = division.WarpOf(first + k_tiles - 1);
     float sum = 0.0f;
     for (int its = division.WarpOf(first); its <= last; ++its) {
-      const int column = SumPlace(plan.tiles[place.tile], its) + place.column;
+      const int column = SumPlace(sorted.tiles[place.tile], its) + place.column;
       sum += sums[column * kColumnFloats + thread % kSlab];
     }
     value = output.weight * (sum * output.scale + output.bias);
@@ -230,13 +228,11 @@ __global__ void __launch_bounds__(kThreads + (kLeavesRoom<T, kRounds> ? 64 : 0),
       FromFloat<T>(sum);
 }
 
-int64_t DynamicBytes(int64_t slots, int64_t k) {
-  return kRingBytes + slots * RowStride(static_cast<int32_t>(k)) +
-         (slots + kRows * (kWarps - 1)) * kColumnBytes;
-}
 static_assert(RowStride(1) >= kSlab * 4, "the outputs of a slot take the place of its row");
 
-constexpr int64_t kStaticBytes = CeilDiv(sizeof(Plan), kDynamicAlignment) * kDynamicAlignment;
+static_assert(CeilDiv(sizeof(SortedSlots), kDynamicAlignment) * kDynamicAlignment ==
+                  kCombinedStaticBytes,
+              "forms.h counts the memory of a block");
 
 template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
@@ -246,8 +242,8 @@ cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSl
                           ? CombinedGemmFew<T, kRounds, true>
                           : CombinedGemmFew<T, kRounds, false>;
   return LaunchWide(stream, dim3(static_cast<unsigned>(tokens.h / kSlab)), kThreads,
-                    static_cast<int>(DynamicBytes(few.num_slots, gemm.k)), /*overlaps=*/true,
-                    kernel, gemm, few, tokens, MakeTileConstants<T>());
+                    static_cast<int>(CombinedDynamicBytes(few.num_slots, gemm.k)),
+                    /*overlaps=*/true, kernel, gemm, few, tokens, MakeTileConstants<T>());
 }
 
 template <typename T>
@@ -258,10 +254,6 @@ cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots
 }
 
 }  // namespace
-
-int64_t CombinedFewSharedBytes(int64_t slots, int64_t k) {
-  return DynamicBytes(slots, k) + kStaticBytes;
-}
 
 cudaError_t LaunchCombinedGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
                                   const CombineTokens& tokens) {

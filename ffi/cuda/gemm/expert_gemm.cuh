@@ -10,9 +10,15 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
 #include "cuda/gemm/weight_tile.cuh"
 #include "cuda/launch.h"
+#include "cuda/layers/forms.h"
 #include "cuda/scheduling/tile_scheduler.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
 
@@ -30,11 +36,6 @@ struct LeftOperand {
   // row.
   const uint8_t* block_scale = nullptr;
 };
-
-constexpr int64_t kPaddedK = 128;
-__host__ __device__ constexpr int64_t PadK(int64_t k) {
-  return (k + kPaddedK - 1) / kPaddedK * kPaddedK;
-}
 
 // The output [*, columns] of `type`.
 struct Output {
@@ -56,9 +57,10 @@ struct ExpertGemm {
   ExpertRows rows;
   TileRule rule;
   TileSchedule schedule;
-  float* partial_sums;     // of kPartialSumBytes bytes
-  bool plan_is_unchanged;  // rows and schedule were written before the preceding kernel
-  DataType type;           // type of left.values
+  float* partial_sums;  // of kPartialSumBytes bytes
+  // Whether rows, schedule and weights were written before the preceding kernel.
+  bool schedule_is_unchanged;
+  DataType type;  // type of left.values
   LeftOperand left;
   ExpertWeights weight;  // in the layout of the engine, of two halves if gated
   int32_t bias_rows;     // elements of the bias of an expert
@@ -79,7 +81,7 @@ struct ExpertGemm {
 // How a GEMM of some rows of some experts is cut into tiles and blocks, and the function that
 // launches its kernel. If the device can, the kernel may start before the one ahead of it has
 // ended.
-struct GemmPlan {
+struct GemmKernel {
   TileRule rule;
   int32_t block_tiles;  // weight tiles of 64 rows of a block
   int32_t step_tiles;   // how many times 64 of k a step covers
@@ -88,32 +90,35 @@ struct GemmPlan {
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
-GemmPlan PlanSm90(int64_t rows, int64_t experts);
-GemmPlan PlanSm80(int64_t rows, int64_t experts);
-GemmPlan PlanSm120(int64_t rows, int64_t experts);
-GemmPlan PlanFewRowsSm90();  // for many experts with few rows each
+GemmKernel ChooseGemmSm90(int64_t rows, int64_t experts);
+GemmKernel ChooseGemmSm80(int64_t rows, int64_t experts);
+GemmKernel ChooseGemmSm120(int64_t rows, int64_t experts);
+GemmKernel FewRowsGemmSm90();  // for many experts with few rows each
 
-inline GemmPlan PlanGemm(EngineKind engine, int64_t rows, int64_t experts) {
-  return engine == EngineKind::kSm90 ? PlanSm90(rows, experts) : PlanSm80(rows, experts);
+inline GemmKernel ChooseGemm(EngineKind engine, int64_t rows, int64_t experts) {
+  return engine == EngineKind::kSm90 ? ChooseGemmSm90(rows, experts)
+                                     : ChooseGemmSm80(rows, experts);
 }
 
-// Makes the schedule of `gemm` under `plan`.
-inline TileSchedule MakeTileSchedule(const GemmPlan& plan, const ExpertGemm& gemm,
+// Makes the schedule of `gemm` for `kernel`.
+inline TileSchedule MakeTileSchedule(const GemmKernel& kernel, const ExpertGemm& gemm,
                                      WorkStart* starts, int32_t* ready) {
-  const int32_t step = plan.step_tiles * kTileK;
-  return {plan.blocks,
+  const int32_t step = kernel.step_tiles * kTileK;
+  return {kernel.blocks,
           (gemm.k + step - 1) / step,
-          (gemm.m_tiles() + plan.block_tiles - 1) / plan.block_tiles,
+          (gemm.m_tiles() + kernel.block_tiles - 1) / kernel.block_tiles,
           starts,
           ready,
           {},
-          plan.takes_work};
+          kernel.takes_work};
 }
 
-// Bounds that size the workspace for every device: the blocks of a schedule, and the bytes of all
-// partial sums.
-constexpr int32_t kMaxBlocks = 768;
-constexpr int64_t kMinTileRows = 8;
-constexpr int64_t kPartialSumBytes = int64_t{32} << 20;
+// Returns the bytes of shared memory of the largest kernel of an engine.
+template <typename Variant, size_t kCount>
+constexpr int64_t MaxSharedBytes(const Variant (&variants)[kCount]) {
+  int64_t most = 0;
+  for (const Variant& variant : variants) most = std::max<int64_t>(most, variant.shared_bytes);
+  return most;
+}
 
 }  // namespace nvfp4

@@ -6,7 +6,8 @@
 // A block owns a slab of 16 weight rows of one expert, by at most 8 of its slots, over all of k.
 // There are blocks for each slot. Those of the first slot of an expert multiply its first 8 slots,
 // those of its ninth slot the next 8, and the blocks of the other slots end. Each warp finds its
-// slots itself: with a plan in shared memory, the first weights would be requested 0.2 us later.
+// slots itself: with sorted slots in shared memory, the first weights would be requested 0.2 us
+// later.
 //
 // The four warps of a block have a quarter of k each. A warp has kDepth parts of its slab in
 // flight: with k = 2048, all that it needs. Slabs are small, so that every multiprocessor has about
@@ -34,10 +35,14 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kWarps = 4;
+constexpr int kWarps = kFewWarps;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kDepth = 8;  // parts of a warp in flight
+constexpr int kDepth = kFewDepth;  // parts of a warp in flight
 constexpr int kRingBytes = kWarps * PartRing<kDepth, true>::kBytes;
+static_assert(kRingBytes == FewDynamicBytes(0, 1, 0), "forms.h counts the memory of a block");
+static_assert(CeilDiv(sizeof(float4) * (kThreads - 32), kDynamicAlignment) * kDynamicAlignment ==
+                  kFewStaticBytes,
+              "likewise");
 
 // Prefetches the weights of an expert in the next GEMM. Blocks share the work: this is block
 // `block` of `blocks`.
@@ -223,23 +228,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, kRounds>)
   StoreRows(store, 0, own.Slot(min(store.g, last)), FinishTile(store, sums));
 }
 
-// With more weights, a sort and an engine are faster. On an H200, a layer with 38 million weights
-// (one token of Qwen3-30B-A3B) took 17 us without a sort and 26 us with an engine. With 75 million
-// weights it was 32 us and 30 us. Both were measured when GEMM 2 and combine were two kernels.
-constexpr int64_t kMaxWeights = int64_t{64} << 20;
-
-// Returns the bytes of dynamic shared memory: weights in flight, and rows of x; see TileRows.
-int64_t DynamicBytes(int64_t slots, int64_t slots_per_row, int64_t k) {
-  const int64_t rows = CeilDiv(slots, slots_per_row);
-  return kRingBytes + (rows < kRows ? rows : kRows) * RowStride(static_cast<int32_t>(k));
-}
-
-constexpr int64_t kStaticBytes =
-    CeilDiv(sizeof(float4) * (kThreads - 32), kDynamicAlignment) * kDynamicAlignment;
-
 template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few) {
-  const int64_t bytes = DynamicBytes(few.num_slots, gemm.left.slots_per_row, gemm.k);
+  const int64_t bytes = FewDynamicBytes(few.num_slots, gemm.left.slots_per_row, gemm.k);
   const auto blocks = static_cast<unsigned>(few.num_slots * gemm.m_tiles() * kParts);
   const auto kernel = KTiles(gemm.k) > kWarps * kDepth ? ExpertGemmFew<T, kRounds, true>
                                                        : ExpertGemmFew<T, kRounds, false>;
@@ -254,16 +245,6 @@ cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots
 }
 
 }  // namespace
-
-bool FewSlotsFit(const MoEShape& shape, int64_t slots) {
-  return slots <= kFewSlots && slots * shape.h * (shape.n1 + shape.i) <= kMaxWeights &&
-         FewSlotsSharedBytes(slots, shape.top_k, shape.h) <= BlockSharedBytes() &&
-         CombinedFewSharedBytes(slots, shape.i) <= BlockSharedBytes();
-}
-
-int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k) {
-  return DynamicBytes(slots, slots_per_row, k) + kStaticBytes;
-}
 
 cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few) {
   return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, few)

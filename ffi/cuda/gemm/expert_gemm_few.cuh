@@ -1,12 +1,12 @@
-// The two GEMMs of a layer with at most kFewSlots slots, which need not be sorted.
+// The two GEMMs of a layer with at most kFewSlots slots, which need not be sorted. forms.h says
+// when they run.
 #pragma once
 
 #include "cuda/epilogues/combine.cuh"
 #include "cuda/gemm/expert_gemm.cuh"
+#include "cuda/layers/forms.h"
 
 namespace nvfp4 {
-
-constexpr int kFewSlots = 32;  // one for each lane of a warp
 
 // The slots of a GEMM. Slot s has row s / left.slots_per_row of the left operand and row s of the
 // output. The tables for sorted rows (ExpertGemm::rows, schedule, left.slots, output.slots) are not
@@ -21,10 +21,6 @@ struct FewSlots {
   int32_t next_k_tiles;
   bool row_is_unchanged = false;  // for one token: x is unchanged since the previous kernel
 };
-
-// Returns whether both GEMMs of a layer with `slots` slots fit into the shared memory of a block on
-// the current device, and are faster here than after a sort.
-bool FewSlotsFit(const MoEShape& shape, int64_t slots);
 
 // GEMM 1, in expert_gemm_few.cu.
 cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few);

@@ -339,11 +339,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (warp == kConsumers) {
-    if (!p.plan_is_unchanged) {
+    if (!p.schedule_is_unchanged) {
       WaitForPrecedingKernel();
       StartNextKernel();
     }
-    Producer producer{p, pipeline, lane, {}, !p.plan_is_unchanged};
+    Producer producer{p, pipeline, lane, {}, !p.schedule_is_unchanged};
     producer.Run();
   } else {
     Consumer<T> consumer{p, pipeline, constants, warp, lane, {}, {}};
@@ -366,7 +366,7 @@ constexpr int32_t kMinCost = 32;
 
 }  // namespace
 
-GemmPlan PlanFewRowsSm90() {
+GemmKernel FewRowsGemmSm90() {
   const int32_t blocks = std::min(MultiprocessorCount() * kBlocksPerSm, kMaxBlocks);
   return {{kRows, kMinCost}, kTiles, kStepTiles, blocks, /*takes_work=*/true, LaunchFewRows};
 }

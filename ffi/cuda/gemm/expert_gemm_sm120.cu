@@ -291,6 +291,8 @@ constexpr PipelineVariant kVariants[] = {
     MakeVariant<Rows128>(INT64_MAX),
 };
 
+static_assert(MaxSharedBytes(kVariants) == kSharedBytesSm120, "limits.h");
+
 // Reading a weight tile from memory takes as long as the MMAs of a full tile of rows. Later row
 // tiles of an expert read it from the L2 cache, which takes a fifth of that time. This number is
 // between the two; it was not measured.
@@ -300,10 +302,8 @@ constexpr int32_t kMinCost = 96;
 
 bool HasSm120() { return HasCode(ExpertGemmSm120<__nv_bfloat16, Rows16>); }
 
-int64_t MaxSharedBytesSm120() { return MaxSharedBytes(kVariants); }
-
-GemmPlan PlanSm120(int64_t rows, int64_t experts) {
-  return PlanVariant(ChooseVariant(kVariants, rows, experts), kMinCost);
+GemmKernel ChooseGemmSm120(int64_t rows, int64_t experts) {
+  return MakeGemmKernel(ChooseVariant(kVariants, rows, experts), kMinCost);
 }
 
 }  // namespace nvfp4

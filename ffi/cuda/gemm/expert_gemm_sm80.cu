@@ -366,6 +366,8 @@ constexpr PipelineVariant kVariants[] = {
     MakeVariant<Rows64>(56), MakeVariant<Rows128>(INT64_MAX),
 };
 
+static_assert(MaxSharedBytes(kVariants) == kSharedBytesSm80, "limits.h");
+
 // Taken for experts with so few rows, on devices whose multiprocessors have room for all blocks.
 constexpr PipelineVariant kFewRows = MakeVariant<Rows8>(4);
 
@@ -379,16 +381,14 @@ constexpr int32_t kMinCost = 32;
 
 }  // namespace
 
-int64_t MaxSharedBytesSm80() { return MaxSharedBytes(kVariants); }
-
-GemmPlan PlanSm80(int64_t rows, int64_t experts) {
+GemmKernel ChooseGemmSm80(int64_t rows, int64_t experts) {
   const bool takes_work = experts > 1 && 2 * rows >= experts;
   const bool fits = BlocksPerSm(kFewRows) == kFewRows.blocks_per_sm;
   if (fits && IsFor(kFewRows, rows, experts)) {
-    return PlanVariant(takes_work ? kTakenFewRows : kFewRows, kMinCost);
+    return MakeGemmKernel(takes_work ? kTakenFewRows : kFewRows, kMinCost);
   }
-  if (takes_work && IsFor(kTakenRows, rows, experts)) return PlanVariant(kTakenRows, kMinCost);
-  return PlanVariant(ChooseVariant(kVariants, rows, experts), kMinCost);
+  if (takes_work && IsFor(kTakenRows, rows, experts)) return MakeGemmKernel(kTakenRows, kMinCost);
+  return MakeGemmKernel(ChooseVariant(kVariants, rows, experts), kMinCost);
 }
 
 }  // namespace nvfp4

@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     FenceBarrierInit();
   }
   __syncthreads();
-  if (!p.plan_is_unchanged) WaitForPrecedingKernel();
+  if (!p.schedule_is_unchanged) WaitForPrecedingKernel();
 
   // The shuffles keep these addresses in registers. Computing them again would be slower.
   const auto find_shared = [&] {
@@ -540,6 +540,9 @@ constexpr Variant kVariants[] = {
     MakeVariant<Rows64>(56), MakeVariant<Rows96>(80), MakeVariant<Rows128>(INT64_MAX),
 };
 
+static_assert(MaxSharedBytes(kVariants) == kSharedBytesSm90, "limits.h");
+static_assert(kSharedBytesSm80 <= kSharedBytesSm90, "some layers run on that engine");
+
 const Variant& ChooseVariant(int64_t rows, int64_t experts) {
   if (experts > 1 && rows <= kFewRows) return kVariants[0];
   const int64_t mean = rows / std::max<int64_t>(experts, 1);
@@ -552,33 +555,10 @@ const Variant& ChooseVariant(int64_t rows, int64_t experts) {
 
 }  // namespace
 
-// If many experts have few rows each, most of the time goes to unpacking weights, and mma.sync lets
-// more warps unpack at once. On an H200, a layer of DeepSeek-V3 with 64 tokens took 1552 us with
-// wgmma and 1475 us with mma.sync. At a mean of 8 rows, or with few experts, wgmma is as fast or
-// faster.
-//
-// With up to five rows on average, expert_gemm_few_rows_sm90.cu is faster than expert_gemm_sm80.cu.
-// On an H200, a layer of Qwen3-30B-A3B with 4, 16, 32, 64 and 80 tokens took 34, 70, 86, 99 and 104
-// us, instead of 36, 72, 94, 104 and 107. With 96 tokens both took 109.
-//
-// With less than one row for twelve experts, whole output tiles keep too few blocks busy, and
-// expert_gemm_sm80.cu also divides k among blocks. A layer of DeepSeek-V3 (256 experts, eight for a
-// token) with 1 and 2 tokens took 67 and 113 us with it, instead of 74 and 132. With 3 tokens it
-// took 159 instead of 156, and one of Nemotron-3-Nano (128 experts, six) with 2 tokens 36 instead
-// of 34.
-constexpr int64_t kMmaMeanRows = 7, kMmaExperts = 32, kFewMeanRows = 5, kFewExpertsPerRow = 12;
-
-int64_t MaxSharedBytesSm90() {
-  int64_t most = MaxSharedBytesSm80();  // some layers run on that engine
-  for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
-  return most;
-}
-
-GemmPlan PlanSm90(int64_t rows, int64_t experts) {
-  if (experts >= kMmaExperts && rows <= kMmaMeanRows * experts) {
-    const bool few = rows <= kFewMeanRows * experts && kFewExpertsPerRow * rows >= experts;
-    return few ? PlanFewRowsSm90() : PlanSm80(rows, experts);
-  }
+GemmKernel ChooseGemmSm90(int64_t rows, int64_t experts) {
+  const Sm90Form form = ChooseSm90Form(rows, experts);
+  if (form == Sm90Form::kFewRows) return FewRowsGemmSm90();
+  if (form == Sm90Form::kMma) return ChooseGemmSm80(rows, experts);
   const Variant& variant = ChooseVariant(rows, experts);
   return {{variant.rows, variant.min_cost},
           variant.block_tiles,

@@ -1,6 +1,6 @@
 // What the two kernels for few slots share (expert_gemm_few.cu, combined_gemm_few.cu). Both keep
-// the weights in flight and the rows of x in shared memory of each block. The second one also has a
-// plan.
+// the weights in flight and the rows of x in shared memory of each block. The second one also
+// sorts the slots.
 #pragma once
 
 #include <cstring>
@@ -14,8 +14,7 @@
 
 namespace nvfp4 {
 
-constexpr int kRows = 8;      // most rows of a tile: the columns of one MMA
-constexpr int kPadding = 16;  // bytes between rows in shared memory, against bank conflicts
+constexpr int kRows = kFewColumns;
 
 // Whether blocks of both kernels have so few registers that one of the second kernel runs beside
 // six of the first. The other instances would spill registers.
@@ -33,7 +32,7 @@ struct SlotPlace {
   int16_t column;
 };
 
-struct Plan {
+struct SortedSlots {
   int32_t num_tiles;
   uint32_t routed;           // a bit for each slot
   int32_t slots[kFewSlots];  // slot of each sorted row
@@ -41,10 +40,10 @@ struct Plan {
   SlotPlace places[kFewSlots];
 };
 
-// Makes the plan. One warp calls it, with one slot for each lane. It sorts slots by expert, stably,
-// and cuts them into tiles of kRows rows.
-__device__ __forceinline__ void MakePlan(const int32_t* expert_ids, int num_slots, int num_experts,
-                                         Plan* plan) {
+// Sorts slots by expert, stably, and cuts them into tiles of kRows rows. One warp calls it, with
+// one slot for each lane.
+__device__ __forceinline__ void SortSlots(const int32_t* expert_ids, int num_slots, int num_experts,
+                                          SortedSlots* sorted) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   int32_t id = lane < num_slots ? expert_ids[lane] : -1;
   if (id >= num_experts || id < 0) id = INT32_MAX;  // sorted behind all others
@@ -55,30 +54,22 @@ __device__ __forceinline__ void MakePlan(const int32_t* expert_ids, int num_slot
     place += its < id || (its == id && other < lane);
   }
   if (lane >= num_slots) place = lane;
-  plan->slots[place] = lane;
+  sorted->slots[place] = lane;
   __syncwarp();
-  const int slot = plan->slots[lane];
+  const int slot = sorted->slots[lane];
   const int32_t expert = __shfl_sync(kAllLanes, id, slot);
   const uint32_t equal = __match_any_sync(kAllLanes, expert);
   const int before = lane - (__ffs(static_cast<int>(equal)) - 1);  // earlier rows of the expert
   const bool first = expert != INT32_MAX && before % kRows == 0;
   const uint32_t firsts = __ballot_sync(kAllLanes, first);
   const int tile = __popc(firsts & ((1u << lane) - 1)) - (first ? 0 : 1);
-  if (first) plan->tiles[tile] = {expert, lane, min(kRows, __popc(equal) - before)};
-  plan->places[slot] = {static_cast<int16_t>(expert != INT32_MAX ? tile : -1),
-                        static_cast<int16_t>(before % kRows)};
+  if (first) sorted->tiles[tile] = {expert, lane, min(kRows, __popc(equal) - before)};
+  sorted->places[slot] = {static_cast<int16_t>(expert != INT32_MAX ? tile : -1),
+                          static_cast<int16_t>(before % kRows)};
   if (lane == 0) {
-    plan->num_tiles = __popc(firsts);
-    plan->routed = routed;
+    sorted->num_tiles = __popc(firsts);
+    sorted->routed = routed;
   }
-}
-
-// Returns the tiles of k that rows of `k` elements have.
-__host__ __device__ constexpr int32_t KTiles(int32_t k) { return (k + kTileK - 1) / kTileK; }
-
-// Returns the bytes from one row of `k` elements in shared memory to the next.
-__host__ __device__ constexpr int32_t RowStride(int32_t k) {
-  return KTiles(k) * kTileK * 2 + kPadding;
 }
 
 // What a lane has of a weight tile.
@@ -104,13 +95,8 @@ __device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t
   }
 }
 
-// A slab is 16 weight rows of an expert. In each weight tile of 64 rows, it owns the part of one of
-// four warps (weight_tile.cuh): contiguous codes and contiguous scales.
-constexpr int kSlab = 16;
-constexpr int kParts = kTileM / kSlab;
 constexpr int kCodeBytes = kTileCodeBytes / kParts;
 constexpr int kScaleBytes = kTileScaleBytes / kParts;
-constexpr int kPartBytes = kCodeBytes + kScaleBytes;
 
 // What a lane copies of one part of successive weight tiles, from tile `tile` on.
 struct PartSource {

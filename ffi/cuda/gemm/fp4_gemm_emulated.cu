@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) EmulateGroups(const Fp4Groups p) {
         for (int j = 0; j < kBlock; ++j) dot += x[j] * y[j];
         sum += a.Scale(block) * b.Scale(block) * dot;
       }
-      p.outputs[group][row * p.output_strides[group] + column] =
+      static_cast<__nv_bfloat16*>(p.outputs[group])[row * p.output_strides[group] + column] =
           FromFloat<__nv_bfloat16>(*p.alphas[group] * sum);
     }
   }

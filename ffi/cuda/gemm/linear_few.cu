@@ -1,5 +1,5 @@
-// Computes y[r] = W @ x[r] * global_scale + bias for at most kFewRows rows, in bf16 and f16, in one
-// launch. It is a linear layer in W4A16. Nothing is planned or cleared beforehand.
+// Computes y[r] = W @ x[r] * global_scale + bias for at most kLinearFewRows rows, in bf16 and f16,
+// in one launch. It is a linear layer in W4A16. Nothing is scheduled or cleared beforehand.
 //
 // This file has the forms for up to 8 rows, and chooses between them and the one for more rows
 // (linear_few_wide.cu). An output tile has one or four slabs of 16 weight rows, and all rows of x.
@@ -48,7 +48,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTileSlabs = 4;  // slabs of a weight tile
-constexpr int kPadding = 16;   // bytes between rows in shared memory, against bank conflicts
 constexpr int kSlabCodeBytes = kTileCodeBytes / kTileSlabs;
 constexpr int kSlabScaleBytes = kTileScaleBytes / kTileSlabs;
 
@@ -227,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
           lane / 4 * 8,
       (tiles - team + kTeams - 1) / kTeams};
   Packed packed[kDepth];
-  if (!p.plan_is_unchanged) {
+  if (!p.schedule_is_unchanged) {
     weights.template Prefetch<kDepth>();
     WaitForPrecedingKernel();
   }
@@ -240,9 +239,9 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
     ready[d] = Unpack<T>(packed[d], constants);
     ready[d].ComputeHere();
   }
-  if (p.plan_is_unchanged) WaitForPrecedingKernel();
+  if (p.schedule_is_unchanged) WaitForPrecedingKernel();
   StartNextKernel();
-  const int stride = few.rank_tiles * kTileK * 2 + kPadding;
+  const int stride = RowStride(few.rank_tiles * kTileK);
   BringRows(p, few.rows, first_tile, tiles, stride, shared);
   WaitCopies<0>();
   __syncthreads();
@@ -314,7 +313,7 @@ cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
 // Returns the cut into output tiles of `slabs` slabs, one or four, with clusters of `ranks` blocks.
 LinearFewCut MakeCut(int64_t rows, int64_t k_tiles, int32_t slabs, int32_t ranks) {
   const int64_t rank_tiles = CeilDiv(k_tiles, ranks);
-  const int64_t x = rows * (rank_tiles * kTileK * 2 + kPadding);
+  const int64_t x = rows * RowStride(static_cast<int32_t>(rank_tiles) * kTileK);
   const int64_t bytes = std::max<int64_t>(x, kThreads * sizeof(float4));
   const bool fits = bytes <= BlockSharedBytes();
   return {slabs, ranks, static_cast<int32_t>(rank_tiles), fits ? static_cast<int32_t>(bytes) : 0};
@@ -341,12 +340,14 @@ LinearFewCut CutInClusters(int64_t rows, int64_t n, int64_t k_tiles) {
 bool LinearFewHasClusters() { return MayOverlap(LinearFew<__half, kTileSlabs, 4>); }
 
 LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters) {
-  constexpr int64_t kSlabRows = 4, kNarrowRows = 8;
+  constexpr int64_t kSlabRows = 4;
   // With more slabs, four slabs for each output tile are enough to occupy the device.
   const int64_t most_slabs = 4 * MultiprocessorCount();
   const int64_t k_tiles = CeilDiv(k, kTileK);
-  if (rows > (clusters ? kFewRows : kNarrowRows)) return {};
-  if (rows > kNarrowRows) return CutLinearWide(rows, n, k_tiles);
+  if (rows > MostLinearRows(k, {MultiprocessorCount(), BlockSharedBytes(), clusters, false})) {
+    return {};
+  }
+  if (rows > kLinearNarrowRows) return CutLinearWide(rows, n, k_tiles);
   const LinearFewCut cut = MakeCut(rows, k_tiles, 1, 1);
   const bool small = rows <= kSlabRows && CeilDiv(n, kTileM / kTileSlabs) <= most_slabs;
   if (!clusters || (small && cut.fits())) return cut;

@@ -1,11 +1,10 @@
-// A linear layer for at most kFewRows rows, in one kernel without a workspace.
+// A linear layer for at most kLinearFewRows rows, in one kernel without a workspace.
 #pragma once
 
 #include "cuda/gemm/expert_gemm.cuh"
+#include "cuda/layers/forms.h"
 
 namespace nvfp4 {
-
-constexpr int64_t kFewRows = 64;
 
 // How a linear layer is cut. A cluster of `ranks` blocks computes an output tile, and a block has
 // up to `rank_tiles` of the weight tiles along k.
@@ -25,8 +24,8 @@ bool LinearFewHasClusters();
 LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters);
 
 // Computes `gemm`, without an activation, for its first `rows` rows and one expert. It reads
-// neither gemm.rows nor gemm.schedule. If gemm.plan_is_unchanged is set, the weights are unchanged
-// since the previous kernel.
+// neither gemm.rows nor gemm.schedule. If gemm.schedule_is_unchanged is set, the weights are
+// unchanged since the previous kernel.
 cudaError_t LaunchLinearFew(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
                             const LinearFewCut& cut);
 

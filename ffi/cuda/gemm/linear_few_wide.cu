@@ -277,12 +277,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const auto bring_weights = [&](int piece, int stage) {
     weights.Bring(p, piece, ring + stage * F::kStageBytes);
   };
-  if (p.plan_is_unchanged) BringFirst<F::kStages>(pieces, bring_weights);
+  if (p.schedule_is_unchanged) BringFirst<F::kStages>(pieces, bring_weights);
   WaitForPrecedingKernel();
   StartNextKernel();
   const auto bring = [&](int piece, int stage) {
     const uint32_t at = ring + stage * F::kStageBytes;
-    if (!p.plan_is_unchanged || !IsFirst<F::kStages>(piece)) bring_weights(piece, stage);
+    if (!p.schedule_is_unchanged || !IsFirst<F::kStages>(piece)) bring_weights(piece, stage);
     BringRows(p, wide.rows, first_tile * kTileK + piece * kPieceK, at + kRowsAt);
   };
 

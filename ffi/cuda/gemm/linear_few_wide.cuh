@@ -1,5 +1,5 @@
 // The form of the kernel for linear layers with few rows (linear_few.cuh) that has wide output
-// tiles. It takes any number of rows up to kFewRows and any k, and needs clusters.
+// tiles. It takes any number of rows up to kLinearFewRows and any k, and needs clusters.
 #pragma once
 
 #include "cuda/gemm/linear_few.cuh"

@@ -32,11 +32,11 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kWarps = 12;
+constexpr int kWarps = kLinearRowWarps;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
 constexpr int kMaxSlabs = 3;
-constexpr int kDepth = 8;  // weight tiles of a warp in flight
+constexpr int kDepth = kLinearRowDepth;  // weight tiles of a warp in flight
 constexpr int kNormPieces = 2;
 constexpr int kRingBytes = PartRing<kDepth, true>::kBytes;  // of a warp
 
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (sizes.starts_next) StartNextKernel();
 
   PartSource source(p.weight, static_cast<int64_t>(exists ? m_tile : 0) * k_tiles + begin, part);
-  if (!p.plan_is_unchanged) {
+  if (!p.schedule_is_unchanged) {
     PrefetchParts(source, end - begin);
     WaitForPrecedingKernel();
   }
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(ready[d][i / 8][i / 4 % 2][i % 4]));
   }
-  if (p.plan_is_unchanged) WaitForPrecedingKernel();
+  if (p.schedule_is_unchanged) WaitForPrecedingKernel();
   StartNextKernel();
   uint8_t* const row = shared + kWarps * kRingBytes;
   if constexpr (std::is_same_v<N, NoNorm>) {
@@ -196,16 +196,9 @@ cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const InputNor
 LinearRowCut CutLinearRow(int64_t n, int64_t k) {
   const int64_t wanted = CeilDiv(CeilDiv(n, kSlab), MultiprocessorCount());
   const int64_t slabs = std::clamp<int64_t>(wanted, 1, kMaxSlabs);
-  const int64_t bytes = kWarps * kRingBytes + CeilDiv(k, kTileK) * kTileK * 2;
+  static_assert(kWarps * kRingBytes == LinearRowDynamicBytes(0), "forms.h counts the memory");
   return {static_cast<int32_t>(slabs), static_cast<int32_t>(kWarps / slabs),
-          static_cast<int32_t>(std::min<int64_t>(bytes, INT32_MAX))};
-}
-
-bool FitsLinearRow(int64_t n, int64_t k) {
-  constexpr int kStaticBytes = 8 << 10;  // and what the driver reserves
-  // With more slabs, the forms of linear_few.cu occupy the device, too, and read x less often.
-  return CeilDiv(n, kSlab) <= 4 * int64_t{MultiprocessorCount()} &&
-         CutLinearRow(n, k).shared_bytes <= BlockSharedBytes() - kStaticBytes;
+          static_cast<int32_t>(std::min<int64_t>(LinearRowDynamicBytes(k), INT32_MAX))};
 }
 
 cudaError_t LaunchLinearRow(cudaStream_t stream, const ExpertGemm& gemm, const InputNorm* norm,

@@ -13,13 +13,10 @@ struct LinearRowCut {
 };
 LinearRowCut CutLinearRow(int64_t n, int64_t k);
 
-// Whether the kernel is faster than those of linear_few.cuh on the current device.
-bool FitsLinearRow(int64_t n, int64_t k);
-
 // Computes `gemm`, without an activation, for one row and one expert. It reads neither gemm.rows
-// nor gemm.schedule. If gemm.plan_is_unchanged is set, the weights are unchanged since the previous
-// kernel. `norm` computes x, and is null if x exists. starts_next: whether the next kernel may
-// start at once (launch_kernel.cuh).
+// nor gemm.schedule. If gemm.schedule_is_unchanged is set, the weights are unchanged since the
+// previous kernel. `norm` computes x, and is null if x exists. starts_next: whether the next kernel
+// may start at once (launch_kernel.cuh).
 cudaError_t LaunchLinearRow(cudaStream_t stream, const ExpertGemm& gemm, const InputNorm* norm,
                             bool starts_next);
 

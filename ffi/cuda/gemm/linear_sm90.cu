@@ -1,6 +1,6 @@
-// Computes y[r] = W @ x[r] + bias for at most kFewRows rows, in one launch, with wgmma on Hopper,
-// in bf16 and f16. W is NVFP4 with global scales (linear_few.cuh), FP8, or has the type of x
-// (dense_few.cuh). linear_sm90_layers.cuh has what is particular to each.
+// Computes y[r] = W @ x[r] + bias for at most kLinearFewRows rows, in one launch, with wgmma on
+// Hopper, in bf16 and f16. W is NVFP4 with global scales (linear_few.cuh), FP8, or has the type of
+// x (dense_few.cuh). linear_sm90_layers.cuh has what is particular to each.
 //
 // A block has 64 weight rows, which are the M of wgmma, and all rows of x, which are its N. Two or
 // four warpgroups, the teams of a block, divide k in turns. If there are few blocks, those of a
@@ -283,11 +283,6 @@ LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few) {
   // step. With FP8 weights, a step of 1 to 16 rows is 0 to 0.6 % shorter.
   if (few && ranks > 2 && 2 * tiles * ranks > count && steps >= 8) return {4, 2};
   return {2, static_cast<int32_t>(ranks)};
-}
-
-bool FitsLinearSm90(int64_t rows, int64_t n, int64_t k) {
-  constexpr int64_t kSmallBytes = 2 << 20;  // of x, as linear_few.cu reads it for each 16 outputs
-  return rows > 4 || CeilDiv(n, 16) * rows * k * 2 > kSmallBytes;
 }
 
 bool FitsDenseSm90(const DenseFewCall& call) {

@@ -1,5 +1,5 @@
-// A linear layer for at most kFewRows rows, in one kernel on wgmma without a workspace: for 9.0,
-// with weights in NVFP4, in FP8, or of the type of x.
+// A linear layer for at most kLinearFewRows rows, in one kernel on wgmma without a workspace:
+// for 9.0, with weights in NVFP4, in FP8, or of the type of x.
 #pragma once
 
 #include "cuda/gemm/dense_few.cuh"
@@ -18,10 +18,9 @@ struct LinearSm90Cut {
 // and it has at most 16 rows. The cut does not depend on the number of rows otherwise.
 LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few);
 
-// Whether the kernel is faster than those of linear_few.cuh, or dense_few.cuh, on 9.0. Others are
-// faster if x is small, or if there are so many outputs that reading x for each 64 of them costs
-// more than reading the weights.
-bool FitsLinearSm90(int64_t rows, int64_t n, int64_t k);
+// Whether the kernel is faster than that of dense_few.cuh on 9.0. That one is faster if there are
+// so many outputs that reading x for each 64 of them costs more than reading the weights. forms.h
+// chooses for weights in NVFP4.
 bool FitsDenseSm90(const DenseFewCall& call);
 
 // As LaunchLinearFew and LaunchDenseFew. `call` must have weights of the type of x,

@@ -55,7 +55,7 @@ struct PackedLayer {
 
   __device__ __forceinline__ int k() const { return p.k; }
   __device__ __forceinline__ const void* x() const { return p.left.values; }
-  __device__ __forceinline__ bool weight_is_unchanged() const { return p.plan_is_unchanged; }
+  __device__ __forceinline__ bool weight_is_unchanged() const { return p.schedule_is_unchanged; }
 
   __device__ __forceinline__ int64_t TileAt(int tile, int k_tile) const {
     return static_cast<int64_t>(tile) * ((p.k + kTileK - 1) / kTileK) + k_tile;

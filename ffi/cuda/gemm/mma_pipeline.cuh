@@ -176,9 +176,9 @@ struct PipelineConsumer {
 template <typename C, typename Producer, typename MakeConsumer>
 __device__ __forceinline__ void RunPipeline(const ExpertGemm& p, uint8_t* shared,
                                             Producer& producer, const MakeConsumer& make_consumer) {
-  // If the plan is unchanged since the previous kernel, copies of weights need not wait for that
-  // kernel.
-  const int copied = p.plan_is_unchanged ? producer.CopyFirstWeights() : 0;
+  // If the schedule is unchanged since the previous kernel, copies of weights need not wait for
+  // that kernel.
+  const int copied = p.schedule_is_unchanged ? producer.CopyFirstWeights() : 0;
   WaitForPrecedingKernel();
   StartNextKernel();
 #pragma unroll 1
@@ -256,17 +256,9 @@ inline int BlocksPerSm(const PipelineVariant& variant) {
   return std::clamp(fitting, 1, variant.blocks_per_sm);
 }
 
-template <size_t kCount>
-int64_t MaxSharedBytes(const PipelineVariant (&variants)[kCount]) {
-  int64_t most = 0;
-  for (const PipelineVariant& variant : variants) {
-    most = std::max<int64_t>(most, variant.shared_bytes);
-  }
-  return most;
-}
-
-// Plans a GEMM with a kernel. `min_cost` is that of TileRule.
-inline GemmPlan PlanVariant(const PipelineVariant& variant, int32_t min_cost) {
+// Returns the kernel of a variant, with blocks for the current device. `min_cost` is that of
+// TileRule.
+inline GemmKernel MakeGemmKernel(const PipelineVariant& variant, int32_t min_cost) {
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
   const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
   return {{variant.rows, min_cost}, variant.tiles,

@@ -8,7 +8,7 @@
 
 namespace nvfp4 {
 
-constexpr int kTileRows = 64;  // most rows of a tile
+constexpr int kTileRows = static_cast<int>(kPlainTileRows);  // most rows of a tile
 constexpr TileRule kPlainRule = {kTileRows, kTileRows};
 
 // The left operand: rows of T, or rows of NVFP4 codes with a float32 scale for each row.

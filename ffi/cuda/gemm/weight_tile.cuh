@@ -23,14 +23,11 @@
 
 #include <cstdint>
 
+#include "cuda/gemm/tile_sizes.h"
 #include "cuda/instructions/ampere.cuh"
 
 namespace nvfp4 {
 
-constexpr int kTileM = 64;            // weight rows of a tile
-constexpr int kTileK = 64;            // k of a tile
-constexpr int kTileCodeBytes = 2048;  // 16 for each of 128 threads
-constexpr int kTileScaleBytes = 256;  // 8 for each of 32 row pairs
 constexpr uint32_t kCodeBits = 0x81c081c0u;
 constexpr uint32_t kFirstWordBits = 0x60306030u;  // bits of the remaining codes that word a holds
 

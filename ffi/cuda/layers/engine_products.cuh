@@ -10,36 +10,9 @@
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/routing/group_rows.cuh"
 #include "cuda/routing/sort_by_expert.cuh"
-#include "cuda/workspace.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
-
-// Tables of up to two GEMMs that have the same rows.
-struct ProductTables {
-  ExpertRows rows;
-  WorkStart* starts[2];
-  int32_t* ready[2];
-  float* partial_sums;
-};
-
-// Takes tables for `products` GEMMs of `max_rows` rows. `sorted` rows need no list of their slots.
-inline ProductTables TakeProductTables(Sections* sections, int64_t max_rows, int64_t experts,
-                                       bool sorted, int products) {
-  ProductTables tables = {};
-  tables.rows = TakeExpertRows(sections, max_rows, experts, kMinTileRows, sorted);
-  for (int product = 0; product < products; ++product) {
-    tables.starts[product] = sections->Take<WorkStart>(kMaxBlocks + 1);
-    tables.ready[product] = sections->Take<int32_t>(kReadyFlags * kMaxBlocks);
-  }
-  tables.partial_sums = sections->Take<float>(kPartialSumBytes / 4);
-  return tables;
-}
-
-// How many tokens one chunk has: as many as sort_by_expert.cu can sort. Chunks bound the workspace.
-inline int64_t ChunkTokens(const MoEShape& shape) {
-  constexpr int64_t kChunkSlots = 65536;
-  return std::min(shape.t, kChunkSlots / std::max<int64_t>(shape.top_k, 1));
-}
 
 // The chunk of tokens that begins at `first`.
 struct TokenChunk {
@@ -69,15 +42,15 @@ struct LayerProducts {
 };
 
 // GEMM 1 gathers x and writes `activated` [slots, i] in sorted order. GEMM 2 writes `outputs`
-// [slots, h] at their slots. Both have call.type, of 16 bits. GEMM 2 may read the plan and its
+// [slots, h] at their slots. Both have call.type, of 16 bits. GEMM 2 may read the schedule and its
 // weights before GEMM 1 ends: GEMM 1 waits for the sort before it lets GEMM 2 start.
 inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& buffers,
                                        const TokenChunk& chunk, const ProductTables& tables,
-                                       const GemmPlan& plan, void* activated, void* outputs) {
+                                       const GemmKernel& kernel, void* activated, void* outputs) {
   const MoEShape& shape = call.shape;
   ExpertGemm up = {};
   up.rows = tables.rows;
-  up.rule = plan.rule;
+  up.rule = kernel.rule;
   up.partial_sums = tables.partial_sums;
   up.type = call.type;
   up.left = {chunk.x,
@@ -94,10 +67,10 @@ inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& bu
   up.activate = true;
   up.activation = call.activation;
   up.output = {activated, call.type, nullptr};
-  up.schedule = MakeTileSchedule(plan, up, tables.starts[0], tables.ready[0]);
+  up.schedule = MakeTileSchedule(kernel, up, tables.starts[0], tables.ready[0]);
 
   ExpertGemm down = up;
-  down.plan_is_unchanged = true;
+  down.schedule_is_unchanged = true;
   down.left = {activated, nullptr, 1, static_cast<int32_t>(chunk.slots), nullptr, nullptr};
   down.weight = buffers.down;
   down.bias_rows = up.k;
@@ -106,7 +79,7 @@ inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& bu
   down.columns = up.k;
   down.activate = false;
   down.output = {outputs, call.type, tables.rows.slots};
-  down.schedule = MakeTileSchedule(plan, down, tables.starts[1], tables.ready[1]);
+  down.schedule = MakeTileSchedule(kernel, down, tables.starts[1], tables.ready[1]);
   return {up, down};
 }
 
@@ -161,11 +134,11 @@ cudaError_t ForRowChunks(const GroupedGemmCall& call, const GroupedGemmBuffers& 
 // The grouped GEMM of a chunk of rows. LaunchTables must run first.
 inline ExpertGemm MakeGroupedProduct(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers,
                                      const RowChunk& chunk, const ProductTables& tables,
-                                     const GemmPlan& plan) {
+                                     const GemmKernel& kernel) {
   const GroupedGemmShape& shape = call.shape;
   ExpertGemm gemm = {};
   gemm.rows = tables.rows;
-  gemm.rule = plan.rule;
+  gemm.rule = kernel.rule;
   gemm.partial_sums = tables.partial_sums;
   gemm.type = call.type;
   gemm.left = {chunk.x, nullptr, 1, static_cast<int32_t>(chunk.rows), nullptr, nullptr};
@@ -175,7 +148,7 @@ inline ExpertGemm MakeGroupedProduct(const GroupedGemmCall& call, const GroupedG
   gemm.k = static_cast<int32_t>(shape.k);
   gemm.columns = static_cast<int32_t>(shape.n);
   gemm.output = {chunk.y, call.type, nullptr};
-  gemm.schedule = MakeTileSchedule(plan, gemm, tables.starts[0], tables.ready[0]);
+  gemm.schedule = MakeTileSchedule(kernel, gemm, tables.starts[0], tables.ready[0]);
   return gemm;
 }
 

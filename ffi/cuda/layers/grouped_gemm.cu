@@ -11,37 +11,16 @@
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
 #include "cuda/routing/group_rows.cuh"
-#include "cuda/workspace.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
-namespace {
-
-struct GroupedGemmWorkspace {
-  ExpertRows rows;
-  QuantizedRows quantized;
-  int64_t bytes;
-};
-
-GroupedGemmWorkspace TakeGroupedGemmWorkspace(void* buffer, const GroupedGemmShape& shape) {
-  Sections sections(buffer);
-  GroupedGemmWorkspace workspace;
-  workspace.rows = TakeExpertRows(&sections, shape.m, shape.e, kTileRows, /*sorted=*/true);
-  workspace.quantized = TakeQuantizedRows(&sections, shape.m, shape.k);
-  workspace.bytes = sections.bytes();
-  return workspace;
-}
-
-}  // namespace
-
-int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape) {
-  return TakeGroupedGemmWorkspace(nullptr, shape).bytes;
-}
+namespace {}  // namespace
 
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
                               const GroupedGemmBuffers& buffers) {
   const GroupedGemmShape& shape = call.shape;
   const bool quantized = call.activation_scale != ActivationScale::kNone;
-  const GroupedGemmWorkspace workspace = TakeGroupedGemmWorkspace(buffers.workspace, shape);
+  const GroupedGemmWorkspace workspace = TakeGroupedGemm(buffers.workspace, shape);
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, 0, shape.m, shape.e,
                                               workspace.rows, kPlainRule, TileSchedules{},

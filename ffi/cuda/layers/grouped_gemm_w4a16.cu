@@ -3,9 +3,9 @@
 // NVFP4 first (see moe_w4a16.cu).
 //
 // Launches for each chunk of rows:
-//   rows        lists tiles, plans the GEMM, and writes zeros to rows
+//   rows        lists tiles, schedules the GEMM, and writes zeros to rows
 //               that no expert owns. Not in W4A16 if one expert owns all
-//               rows: then the host plans the GEMM                          group_rows.cu
+//               rows: then the host schedules the GEMM                      group_rows.cu
 //   round       in W4A4: rounds x                                           quantize.cu
 //   GEMM        W, bias -> y; may start before the launch before it ends    expert_gemm_sm*.cu
 //
@@ -22,39 +22,21 @@
 namespace nvfp4 {
 namespace {
 
-struct Workspace {
-  ProductTables tables;
-  uint8_t* rounded;  // [rows of a chunk, k]; unused in W4A16
-  float* row_scale;  // [rows of a chunk]
-  int64_t bytes;
-};
-
-Workspace TakeWorkspace(void* buffer, const GroupedGemmShape& shape) {
-  Sections sections(buffer);
-  Workspace workspace;
-  const int64_t rows = EngineChunkRows(shape);
-  workspace.tables = TakeProductTables(&sections, rows, shape.e, /*sorted=*/true, 1);
-  workspace.rounded = sections.Take<uint8_t>(2 * rows * shape.k);
-  workspace.row_scale = sections.Take<float>(rows);
-  workspace.bytes = sections.bytes();
-  return workspace;
-}
-
 cudaError_t LaunchChunk(cudaStream_t stream, const GroupedGemmCall& call,
-                        const GroupedGemmBuffers& buffers, const Workspace& workspace,
-                        const RowChunk& chunk) {
-  const GemmPlan plan = PlanGemm(call.engine, chunk.rows, call.shape.e);
-  ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, plan);
+                        const GroupedGemmBuffers& buffers,
+                        const GroupedGemmW4A16Workspace& workspace, const RowChunk& chunk) {
+  const GemmKernel kernel = ChooseGemm(call.engine, chunk.rows, call.shape.e);
+  ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, kernel);
   const bool quantized = call.activation_scale != ActivationScale::kNone;
   NVFP4_RETURN_IF_CUDA_ERROR(buffers.group_sizes == nullptr && !quantized
-                                 ? PlanOneExpert(stream, chunk.rows, &gemm)
+                                 ? ScheduleOneExpert(stream, chunk.rows, &gemm)
                                  : LaunchTables(stream, call, buffers, chunk, gemm));
   if (quantized) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, chunk.rows,
                                                call.shape.e, nullptr, workspace.row_scale,
                                                workspace.rounded, &gemm));
   }
-  return plan.launch(stream, gemm);
+  return kernel.launch(stream, gemm);
 }
 
 // Whether the kernel for few rows can form clusters. The target for sm_80 also runs on newer
@@ -64,26 +46,19 @@ bool HasClusters(const GroupedGemmCall& call) {
          (ComputeCapabilityMajor() >= 9 && LinearFewHasClusters());
 }
 
-// Returns how linear_few.cu runs a call. If it cannot, the cut does not fit.
-LinearFewCut CutCall(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers) {
-  const bool linear = buffers.group_sizes == nullptr && call.shape.e == 1;
-  if (!linear || call.activation_scale != ActivationScale::kNone || call.shape.m > kFewRows) {
-    return {};
-  }
-  return CutLinearFew(call.shape.m, call.shape.n, call.shape.k, HasClusters(call));
-}
-
-bool IsLinearSm90(const GroupedGemmCall& call) {
-  return call.engine == EngineKind::kSm90 &&
-         FitsLinearSm90(call.shape.m, call.shape.n, call.shape.k);
-}
-
-bool IsLinearRow(const GroupedGemmCall& call) {
-  return call.shape.m == 1 && !IsLinearSm90(call) && FitsLinearRow(call.shape.n, call.shape.k);
+// Returns the kernel that runs a call as a linear layer with few rows.
+LinearForm ChooseForm(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers) {
+  const GroupedGemmShape& shape = call.shape;
+  const bool linear = buffers.group_sizes == nullptr && shape.e == 1 &&
+                      call.activation_scale == ActivationScale::kNone;
+  if (!linear || call.is_empty() || shape.m > kLinearFewRows) return LinearForm::kNone;
+  return ChooseLinearForm(shape.m, shape.n, shape.k,
+                          {MultiprocessorCount(), BlockSharedBytes(), HasClusters(call),
+                           call.engine == EngineKind::kSm90});
 }
 
 cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
-                      const GroupedGemmBuffers& buffers, const LinearFewCut& cut) {
+                      const GroupedGemmBuffers& buffers, LinearForm form) {
   ExpertGemm gemm = {};
   gemm.type = call.type;
   gemm.left = {buffers.x, nullptr, 1, static_cast<int32_t>(call.shape.m), nullptr, nullptr};
@@ -92,23 +67,23 @@ cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
   gemm.parts = static_cast<int32_t>(call.shape.parts);
   gemm.k = static_cast<int32_t>(call.shape.k);
   gemm.output = {buffers.y, call.type, nullptr};
-  gemm.plan_is_unchanged = call.weight_is_unchanged;
-  if (IsLinearSm90(call)) return LaunchLinearSm90(stream, gemm, call.shape.m);
-  if (IsLinearRow(call)) return LaunchLinearRow(stream, gemm, buffers.norm, call.starts_next);
-  return LaunchLinearFew(stream, gemm, call.shape.m, cut);
+  gemm.schedule_is_unchanged = call.weight_is_unchanged;
+  const int64_t rows = call.shape.m;
+  if (form == LinearForm::kSm90) return LaunchLinearSm90(stream, gemm, rows);
+  if (form == LinearForm::kRow) {
+    return LaunchLinearRow(stream, gemm, buffers.norm, call.starts_next);
+  }
+  return LaunchLinearFew(stream, gemm, rows,
+                         CutLinearFew(rows, gemm.columns, gemm.k, HasClusters(call)));
 }
 
 }  // namespace
 
-int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape) {
-  return TakeWorkspace(nullptr, shape).bytes;
-}
-
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers) {
-  const LinearFewCut cut = call.is_empty() ? LinearFewCut{} : CutCall(call, buffers);
+  const LinearForm form = ChooseForm(call, buffers);
   const bool computes_norm =
-      buffers.norm != nullptr && cut.fits() && IsLinearRow(call) && FitsInputNorm(*buffers.norm);
+      buffers.norm != nullptr && form == LinearForm::kRow && FitsInputNorm(*buffers.norm);
   if (buffers.norm != nullptr && !computes_norm) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchAddRmsNorm(stream, buffers.norm->call, buffers.norm->buffers));
     GroupedGemmBuffers rest = buffers;
@@ -116,8 +91,8 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
     return LaunchGroupedGemmW4A16(stream, call, rest);
   }
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
-  if (cut.fits()) return LaunchFew(stream, call, buffers, cut);
-  const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
+  if (form != LinearForm::kNone) return LaunchFew(stream, call, buffers, form);
+  const GroupedGemmW4A16Workspace workspace = TakeGroupedGemmW4A16(buffers.workspace, call.shape);
   return ForRowChunks(call, buffers, [&](const RowChunk& chunk) {
     return LaunchChunk(stream, call, buffers, workspace, chunk);
   });

@@ -17,62 +17,29 @@
 namespace nvfp4 {
 namespace {
 
-constexpr TileRule kRule = {64, 1};     // the sort needs a rule; nothing here reads its tiles
-constexpr int64_t kOutputMultiple = 8;  // 16 bytes
-
-struct Workspace {
-  ExpertRows rows;
-  Fp4Groups groups;
-  uint8_t* codes;
-  uint8_t* block_scale;
-  float* row_scale;     // [m]
-  __nv_bfloat16* sums;  // [m, n rounded up to 8s]; unused if the GEMM writes y
-  void* collective;
-  int64_t bytes;
-};
-
-Workspace TakeWorkspace(void* buffer, const GroupedGemmShape& shape) {
-  Sections sections(buffer);
-  const int64_t k = PadTo(shape.k, kScaleTileK);
-  Workspace workspace;
-  workspace.rows = TakeExpertRows(&sections, shape.m, shape.e, kRule.tile_rows, /*sorted=*/true);
-  workspace.groups = TakeFp4Groups(&sections, shape.e);
-  workspace.codes = sections.Take<uint8_t>(shape.m * (k / 2));
-  workspace.block_scale =
-      sections.Take<uint8_t>(MaxScaleTiles(shape.m, shape.e) * (k / kScaleTileK) * kScaleTileBytes);
-  workspace.row_scale = sections.Take<float>(shape.m);
-  workspace.sums = sections.Take<__nv_bfloat16>(shape.m * PadTo(shape.n, kOutputMultiple));
-  workspace.collective = sections.Take<uint8_t>(kCollectiveBytes);
-  workspace.bytes = sections.bytes();
-  return workspace;
-}
+// The sort needs a rule; nothing here reads its tiles.
+constexpr TileRule kRule = {kUnreadTileRows, 1};
 
 }  // namespace
-
-int64_t GroupedGemmW4A4Sm100WorkspaceBytes(const GroupedGemmShape& shape) {
-  return TakeWorkspace(nullptr, shape).bytes;
-}
 
 cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCall& call,
                                        const GroupedGemmBuffers& buffers) {
   const GroupedGemmShape& shape = call.shape;
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
-  const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
+  const GroupedGemmW4A4Sm100Workspace workspace =
+      TakeGroupedGemmW4A4Sm100(buffers.workspace, shape);
   const auto m = static_cast<int32_t>(shape.m), k = static_cast<int32_t>(shape.k);
   const bool by_expert = call.activation_scale == ActivationScale::kStatic;
   const bool direct = by_expert && shape.parts == 1 && buffers.weight.bias == nullptr &&
                       shape.n % kOutputMultiple == 0;
   const int64_t stride = PadTo(shape.n, kOutputMultiple);
-  auto* y = static_cast<__nv_bfloat16*>(buffers.y);
+  auto *y = static_cast<__nv_bfloat16*>(buffers.y),
+       *sums = static_cast<__nv_bfloat16*>(workspace.sums);
   const Fp4Rows rows = {workspace.codes, workspace.block_scale,
                         static_cast<int32_t>(PadTo(shape.k, kScaleTileK))};
-  const Fp4Product product = {workspace.groups,
-                              buffers.weight,
-                              static_cast<int32_t>(shape.n),
-                              rows,
-                              direct ? y : workspace.sums,
-                              stride,
-                              direct};
+  const Fp4Product product = {
+      workspace.groups, buffers.weight, static_cast<int32_t>(shape.n), rows, direct ? y : sums,
+      stride,           direct};
 
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, 0, shape.m, shape.e,
                                               workspace.rows, kRule, TileSchedules{},
@@ -87,9 +54,9 @@ cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCal
   NVFP4_RETURN_IF_CUDA_ERROR(
       LaunchFp4Gemm(stream, workspace.groups, shape.m, workspace.collective));
   if (direct) return cudaSuccess;
-  const Fp4Sums sums = MakeFp4Sums(workspace.sums, stride, shape.n, buffers.weight, shape.parts,
-                                   by_expert, workspace.row_scale);
-  return LaunchFinishFp4(stream, sums, workspace.rows, shape.m, shape.e, y);
+  const Fp4Sums unscaled = MakeFp4Sums(sums, stride, shape.n, buffers.weight, shape.parts,
+                                       by_expert, workspace.row_scale);
+  return LaunchFinishFp4(stream, unscaled, workspace.rows, shape.m, shape.e, y);
 }
 
 }  // namespace nvfp4

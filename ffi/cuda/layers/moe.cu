@@ -21,37 +21,10 @@
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
 #include "cuda/routing/sort_by_expert.cuh"
-#include "cuda/workspace.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
 namespace {
-
-constexpr int64_t kChunkSlots = 32768;
-static_assert(kMaxTopK <= kChunkSlots, "a chunk holds at least one token");
-
-int64_t ChunkTokens(const MoEShape& shape) {
-  return std::min(shape.t, kChunkSlots / std::max<int64_t>(shape.top_k, 1));
-}
-
-struct MoEWorkspace {
-  ExpertRows rows;
-  uint8_t* activated;       // [slots, i] of x's type, in sorted order
-  float* down;              // [slots, h]
-  QuantizedRows quantized;  // unused in W4A16; an eighth of the other arrays
-  int64_t bytes;
-};
-
-MoEWorkspace TakeMoEWorkspace(void* buffer, const MoEShape& shape, DataType type) {
-  Sections sections(buffer);
-  const int64_t slots = ChunkTokens(shape) * shape.top_k;
-  MoEWorkspace workspace;
-  workspace.rows = TakeExpertRows(&sections, slots, shape.e, kTileRows, /*sorted=*/false);
-  workspace.activated = sections.Take<uint8_t>(slots * shape.i * Bytes(type));
-  workspace.down = sections.Take<float>(slots * shape.h);
-  workspace.quantized = TakeQuantizedRows(&sections, slots, std::max(shape.h, shape.i));
-  workspace.bytes = sections.bytes();
-  return workspace;
-}
 
 cudaError_t LaunchCombineFloats(cudaStream_t stream, DataType type, const CombineTokens& tokens,
                                 const float* down) {
@@ -154,15 +127,11 @@ cudaError_t LaunchDown(cudaStream_t stream, const MoECall& call, const MoEBuffer
 
 }  // namespace
 
-int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type) {
-  return TakeMoEWorkspace(nullptr, shape, type).bytes;
-}
-
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   const MoEShape& shape = call.shape;
-  const MoEWorkspace workspace = TakeMoEWorkspace(buffers.workspace, shape, call.type);
-  const int64_t chunk_tokens = ChunkTokens(shape);
+  const MoEWorkspace workspace = TakeMoE(buffers.workspace, shape, call.type);
+  const int64_t chunk_tokens = ChunkTokens(shape, kPlainChunkSlots);
   const int64_t row_bytes = shape.h * Bytes(call.type);
   for (int64_t first = 0; first < shape.t; first += chunk_tokens) {
     const int64_t tokens = std::min(chunk_tokens, shape.t - first);

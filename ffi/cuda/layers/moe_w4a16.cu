@@ -4,7 +4,7 @@
 // bits, so that each product equals that of FP4 tensor cores.
 //
 // Launches for each chunk of tokens:
-//   sort        sorts slots by expert, lists tiles, plans both GEMMs       sort_by_expert.cu
+//   sort        sorts slots by expert, lists tiles, schedules GEMMs       sort_by_expert.cu
 //   scale       x[t] * w[t, j], sorted, if weights multiply the inputs     below
 //   round       in W4A4: rounds the rows of GEMM 1. With token scales, each token once and in its
 //               own place; otherwise in sorted order                       quantize.cu
@@ -36,26 +36,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVector = 8;  // 16-bit elements in 16 bytes
 
-struct Workspace {
-  ProductTables tables;
-  uint8_t* activated;  // [slots, i], sorted
-  uint8_t* down;       // [slots, h]; until GEMM 2 runs, the scaled or rounded inputs
-  float* row_scale;    // [slots]; scales of rounded rows, with token scales
-  int64_t bytes;
-};
-
-Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
-  Sections sections(buffer);
-  const int64_t slots = ChunkTokens(shape) * shape.top_k;
-  Workspace workspace;
-  workspace.tables = TakeProductTables(&sections, slots, shape.e, /*sorted=*/false, 2);
-  workspace.activated = sections.Take<uint8_t>(2 * slots * shape.i);
-  workspace.down = sections.Take<uint8_t>(2 * slots * shape.h);
-  workspace.row_scale = sections.Take<float>(slots);
-  workspace.bytes = sections.bytes();
-  return workspace;
-}
-
 // out[r] = x[slots[r] / top_k] * weights[slots[r]] for sorted rows r, rounded to T.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -78,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T>
 cudaError_t LaunchScaleRows(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
-                            const Workspace& workspace, ExpertGemm* up) {
+                            const MoEW4A16Workspace& workspace, ExpertGemm* up) {
   T* scaled = reinterpret_cast<T*>(workspace.down);
   const int64_t vectors = chunk.slots * (call.shape.h / kVector);
   const dim3 grid(static_cast<unsigned>(CeilDiv(vectors, kThreads)));
@@ -100,19 +80,13 @@ __global__ void __launch_bounds__(kThreads)
 
 // Rounds each token once, with the scale of that token.
 cudaError_t LaunchRoundTokens(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
-                              const Workspace& workspace, ExpertGemm* up) {
+                              const MoEW4A16Workspace& workspace, ExpertGemm* up) {
   auto* scales = reinterpret_cast<float*>(workspace.activated);  // free until GEMM 1
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundGathered(stream, chunk.tokens, scales, workspace.down, up));
   up->left.row_scale = workspace.row_scale;
   const dim3 grid(static_cast<unsigned>(CeilDiv(chunk.slots, kThreads)));
   return Launch(stream, grid, kThreads, SortScales, scales, up->rows,
                 static_cast<int32_t>(call.shape.e), up->left.slots_per_row, workspace.row_scale);
-}
-
-// Whether both GEMMs can run in the kernels for few slots, without a sort.
-bool FewFit(const MoECall& call, int64_t slots) {
-  return !call.weight_on_input && call.activation_scale != ActivationScale::kToken &&
-         FewSlotsFit(call.shape, slots);
 }
 
 // Launches GEMM 1 and, together with combine, GEMM 2.
@@ -135,7 +109,7 @@ cudaError_t LaunchFew(cudaStream_t stream, const MoECall& call, const TokenChunk
 
 // Launches what changes x between the sort and GEMM 1.
 cudaError_t LaunchInputs(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
-                         const Workspace& workspace, ExpertGemm* up) {
+                         const MoEW4A16Workspace& workspace, ExpertGemm* up) {
   const float* weights = call.weight_on_input ? chunk.expert_weights : nullptr;
   if (call.activation_scale == ActivationScale::kToken && weights == nullptr) {
     return LaunchRoundTokens(stream, call, chunk, workspace, up);
@@ -151,7 +125,7 @@ cudaError_t LaunchInputs(cudaStream_t stream, const MoECall& call, const TokenCh
 }
 
 cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
-                                 const Workspace& workspace, const GemmPlan& plan,
+                                 const MoEW4A16Workspace& workspace, const GemmKernel& kernel,
                                  LayerProducts products) {
   auto& [up, down] = products;
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchSort(stream, call, chunk, products));
@@ -160,23 +134,26 @@ cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call, const
   const bool fused =
       call.activation_scale == ActivationScale::kStatic && CanRoundOutputs(call.activation);
   if (fused) up.output.input_scale = down.left.input_scale = down.weight.input_scale;
-  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, up));
+  NVFP4_RETURN_IF_CUDA_ERROR(kernel.launch(stream, up));
   if (call.activation_scale != ActivationScale::kNone && !fused) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, chunk.slots,
                                                call.shape.e, nullptr, workspace.row_scale,
                                                workspace.activated, &down));
   }
-  return plan.launch(stream, down);
+  return kernel.launch(stream, down);
 }
 
 cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
-                        const Workspace& workspace, int64_t first) {
+                        const MoEW4A16Workspace& workspace, int64_t first) {
   const TokenChunk chunk = MakeTokenChunk(call, buffers, first);
-  const GemmPlan plan = PlanGemm(call.engine, chunk.slots, call.shape.e);
-  const LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, plan,
+  const GemmKernel kernel = ChooseGemm(call.engine, chunk.slots, call.shape.e);
+  const LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, kernel,
                                                    workspace.activated, workspace.down);
-  if (FewFit(call, chunk.slots)) return LaunchFew(stream, call, chunk, products);
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortedProducts(stream, call, chunk, workspace, plan, products));
+  const LayerForm form = ChooseLayerForm(call.shape, call.type, call.activation_scale,
+                                         call.weight_on_input, chunk.slots, BlockSharedBytes());
+  if (form == LayerForm::kFewSlots) return LaunchFew(stream, call, chunk, products);
+  NVFP4_RETURN_IF_CUDA_ERROR(
+      LaunchSortedProducts(stream, call, chunk, workspace, kernel, products));
   if (buffers.combine != nullptr && chunk.tokens == call.shape.t) {
     *buffers.combine = {MakeCombineTokens(call, chunk), workspace.down, call.type};
     return cudaSuccess;
@@ -186,13 +163,9 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
 
 }  // namespace
 
-int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape) {
-  return TakeWorkspace(nullptr, shape).bytes;
-}
-
 cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
-  const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
+  const MoEW4A16Workspace workspace = TakeMoEW4A16(buffers.workspace, call.shape);
   for (int64_t first = 0; first < call.shape.t; first += ChunkTokens(call.shape)) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchChunk(stream, call, buffers, workspace, first));
   }

@@ -3,7 +3,7 @@
 // where q rounds to NVFP4.
 //
 // Launches for each chunk of tokens:
-//   sort        sorts slots by expert, lists tiles, plans both GEMMs    sort_by_expert.cu
+//   sort        sorts slots by expert, lists tiles, schedules GEMMs    sort_by_expert.cu
 //   quantize    x[t], or x[t] * w[t, j], gathered in sorted order       quantize.cu
 //   GEMM 1      W1, bias, activation, quantization -> a [rows, i]       expert_gemm_sm120.cu
 //   GEMM 2      W2, bias -> d [slots, h], in the type of x              expert_gemm_sm120.cu
@@ -22,32 +22,12 @@
 namespace nvfp4 {
 namespace {
 
-struct Workspace {
-  ProductTables tables;
-  QuantizedRows inputs;     // [slots, h]
-  QuantizedRows activated;  // [slots, i]
-  uint8_t* down;            // [slots, h]; until GEMM 2 runs, a [slots, i] if it has 16 bits
-  int64_t bytes;
-};
-
-Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
-  Sections sections(buffer);
-  const int64_t slots = ChunkTokens(shape) * shape.top_k;
-  Workspace workspace;
-  workspace.tables = TakeProductTables(&sections, slots, shape.e, /*sorted=*/false, 2);
-  workspace.inputs = TakeQuantizedRows(&sections, slots, PadK(shape.h));
-  workspace.activated = TakeQuantizedRows(&sections, slots, PadK(shape.i));
-  workspace.down = sections.Take<uint8_t>(2 * slots * std::max(shape.h, shape.i));
-  workspace.bytes = sections.bytes();
-  return workspace;
-}
-
 cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
-                        const Workspace& workspace, int64_t first) {
+                        const MoEW4A4Workspace& workspace, int64_t first) {
   const MoEShape& shape = call.shape;
   const TokenChunk chunk = MakeTokenChunk(call, buffers, first);
-  const GemmPlan plan = PlanSm120(chunk.slots, shape.e);
-  LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, plan,
+  const GemmKernel kernel = ChooseGemmSm120(chunk.slots, shape.e);
+  LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, kernel,
                                              workspace.down, workspace.down);
   auto& [up, down] = products;
   const bool fused =
@@ -64,22 +44,20 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, chunk.slots, shape.e,
                                               call.weight_on_input ? chunk.expert_weights : nullptr,
                                               workspace.inputs, &up));
-  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, up));
+  NVFP4_RETURN_IF_CUDA_ERROR(kernel.launch(stream, up));
   if (!fused) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, chunk.slots, shape.e,
                                                 nullptr, workspace.activated, &down));
   }
-  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, down));
+  NVFP4_RETURN_IF_CUDA_ERROR(kernel.launch(stream, down));
   return LaunchCombineChunk(stream, call, chunk, workspace.down);
 }
 
 }  // namespace
 
-int64_t MoEW4A4WorkspaceBytes(const MoEShape& shape) { return TakeWorkspace(nullptr, shape).bytes; }
-
 cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
-  const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
+  const MoEW4A4Workspace workspace = TakeMoEW4A4(buffers.workspace, call.shape);
   for (int64_t first = 0; first < call.shape.t; first += ChunkTokens(call.shape)) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchChunk(stream, call, buffers, workspace, first));
   }

@@ -23,43 +23,8 @@
 namespace nvfp4 {
 namespace {
 
-constexpr TileRule kRule = {64, 1};  // the sort needs a rule; nothing here reads its tiles
-
-int64_t ChunkTokens(const MoEShape& shape) {
-  return std::min(shape.t, kMaxChunkSlots / std::max<int64_t>(shape.top_k, 1));
-}
-
-struct Workspace {
-  ExpertRows rows;
-  int32_t* places;       // [slots]: the sorted row of a slot
-  Fp4Groups groups[2];   // of each GEMM
-  float* row_scale[2];   // [slots]: scales of the rows of each GEMM
-  uint8_t* codes;        // rows of GEMM 1, then of GEMM 2
-  uint8_t* block_scale;  // rows of GEMM 1, then of GEMM 2
-  __nv_bfloat16* sums;   // [slots, n1], then [slots, h]
-  void* collective;
-  int64_t bytes;
-};
-
-Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
-  Sections sections(buffer);
-  const int64_t slots = ChunkTokens(shape) * shape.top_k;
-  const int64_t k = PadTo(std::max(shape.h, shape.i), kScaleTileK);
-  Workspace workspace;
-  workspace.rows = TakeExpertRows(&sections, slots, shape.e, kRule.tile_rows, /*sorted=*/false);
-  workspace.places = sections.Take<int32_t>(slots);
-  for (int product = 0; product < 2; ++product) {
-    workspace.groups[product] = TakeFp4Groups(&sections, shape.e);
-    workspace.row_scale[product] = sections.Take<float>(slots);
-  }
-  workspace.codes = sections.Take<uint8_t>(slots * (k / 2));
-  workspace.block_scale =
-      sections.Take<uint8_t>(MaxScaleTiles(slots, shape.e) * (k / kScaleTileK) * kScaleTileBytes);
-  workspace.sums = sections.Take<__nv_bfloat16>(slots * std::max(shape.n1, shape.h));
-  workspace.collective = sections.Take<uint8_t>(kCollectiveBytes);
-  workspace.bytes = sections.bytes();
-  return workspace;
-}
+// The sort needs a rule; nothing here reads its tiles.
+constexpr TileRule kRule = {kUnreadTileRows, 1};
 
 // One GEMM of a chunk.
 struct Product {
@@ -69,21 +34,23 @@ struct Product {
 };
 
 // GEMM `index` of a chunk: rows of `k` values by `columns` weight rows.
-Product MakeProduct(const MoECall& call, const Workspace& workspace, int index, int64_t slots,
-                    const ExpertWeights& weight, int64_t k, int64_t columns, int64_t parts) {
+Product MakeProduct(const MoECall& call, const MoEW4A4Sm100Workspace& workspace, int index,
+                    int64_t slots, const ExpertWeights& weight, int64_t k, int64_t columns,
+                    int64_t parts) {
   const bool by_expert = call.activation_scale == ActivationScale::kStatic;
   const Fp4Rows rows = {workspace.codes, workspace.block_scale,
                         static_cast<int32_t>(PadTo(k, kScaleTileK))};
   float* row_scale = workspace.row_scale[index];
-  return {{workspace.groups[index], weight, static_cast<int32_t>(columns), rows, workspace.sums,
-           columns, /*scaled=*/false},
+  auto* sums = static_cast<__nv_bfloat16*>(workspace.sums);
+  return {{workspace.groups[index], weight, static_cast<int32_t>(columns), rows, sums, columns,
+           /*scaled=*/false},
           {workspace.rows, slots, static_cast<int32_t>(call.shape.e),
            by_expert ? weight.input_scale : nullptr, row_scale, rows},
-          MakeFp4Sums(workspace.sums, columns, columns, weight, parts, by_expert, row_scale)};
+          MakeFp4Sums(sums, columns, columns, weight, parts, by_expert, row_scale)};
 }
 
 cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
-                        const Workspace& workspace, int64_t first, int64_t tokens) {
+                        const MoEW4A4Sm100Workspace& workspace, int64_t first, int64_t tokens) {
   const MoEShape& shape = call.shape;
   const int64_t slots = tokens * shape.top_k;
   const auto e = static_cast<int32_t>(shape.e), top_k = static_cast<int32_t>(shape.top_k);
@@ -120,15 +87,11 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
 
 }  // namespace
 
-int64_t MoEW4A4Sm100WorkspaceBytes(const MoEShape& shape) {
-  return TakeWorkspace(nullptr, shape).bytes;
-}
-
 cudaError_t LaunchMoEW4A4Sm100(cudaStream_t stream, const MoECall& call,
                                const MoEBuffers& buffers) {
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   const MoEShape& shape = call.shape;
-  const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
+  const MoEW4A4Sm100Workspace workspace = TakeMoEW4A4Sm100(buffers.workspace, shape);
   const int64_t chunk = ChunkTokens(shape);
   for (int64_t first = 0; first < shape.t; first += chunk) {
     const int64_t tokens = std::min(chunk, shape.t - first);

@@ -5,7 +5,7 @@
 
 #include "cuda/gemm/expert_gemm.cuh"
 #include "cuda/quantizers/quantize.cuh"
-#include "cuda/workspace.cuh"
+#include "cuda/workspace.h"
 
 namespace nvfp4 {
 

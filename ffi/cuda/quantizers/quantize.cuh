@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/launch.h"
-#include "cuda/routing/expert_rows.cuh"
+#include "cuda/routing/expert_rows.h"
 #include "nvfp4.h"
 
 namespace nvfp4 {

@@ -14,17 +14,9 @@
 
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/recurrent/chunk_sizes.h"
 
 namespace nvfp4 {
-
-// The recurrences. ops/recurrent/gated_delta.py and ops/recurrent/mamba2.py have their equations.
-// kChannelDelta is the delta rule with a decay for each channel of a key, and kDelta that with one
-// decay for each value head.
-enum class Recurrence { kDelta, kChannelDelta, kMamba2 };
-
-// The tokens of a large chunk, and of a small one. Large chunks have fewer steps, and small ones
-// fit into the shared memory of every device.
-constexpr int kLargeChunk = static_cast<int>(kRecurrenceChunk), kSmallChunk = 32;
 
 // The most tokens of a chunk for which this device has shared memory. Kernels for more tokens have
 // no code here.
@@ -33,17 +25,6 @@ constexpr int kMostChunkTokens = kSmallChunk;
 #else
 constexpr int kMostChunkTokens = kLargeChunk;
 #endif
-
-// Rows of keys and queries are padded with zeros to this many floats in shared memory.
-constexpr int kChunkWidth = static_cast<int>(kMaxStateWidth);
-
-// The sizes of a recurrence. The state of a head has `d` numbers for each of its `e` columns.
-struct ChunkSizes {
-  int64_t b, t;
-  int32_t key_heads;  // groups of Mamba-2
-  int32_t shared;     // heads of each
-  int32_t d, e;       // widths of keys and values; at most kMaxStateWidth, and multiples of 4
-};
 
 // What the first kernel hands to the second one, chunk by chunk, rounded to TensorFloat-32 except
 // for the decays. Tokens and channels that do not exist are 0, and so are padding tokens in a chunk
@@ -75,32 +56,6 @@ struct ScanBuffers {
   float* state;            // [b, heads, d, e]; [b, heads, e, d] for Mamba-2; in place
   float* y;                // [b, t, heads, e]
 };
-
-// Whether a recurrence corrects what the state has stored.
-__host__ __device__ constexpr bool Corrects(Recurrence recurrence) {
-  return recurrence != Recurrence::kMamba2;
-}
-
-// Returns the numbers of `decays` for each token of a head. Channels have theirs once in each small
-// chunk.
-constexpr int64_t TokenDecays(Recurrence recurrence) {
-  return recurrence == Recurrence::kChannelDelta ? 2 + kChunkWidth / kSmallChunk : 2;
-}
-
-// Returns the floats between the two kernels for each token of a key head. Rows are padded to whole
-// large chunks.
-constexpr int64_t ChunkFloats(Recurrence recurrence, int64_t shared) {
-  const int64_t known = Corrects(recurrence) ? kChunkWidth : 0;
-  return 2 * kChunkWidth + shared * (known + kLargeChunk + TokenDecays(recurrence));
-}
-
-constexpr int64_t ChunkTokens(const ChunkSizes& s) {
-  return CeilDiv(s.t, kLargeChunk) * kLargeChunk * s.b * s.key_heads;
-}
-
-constexpr int64_t ChunkWorkspaceBytes(Recurrence recurrence, const ChunkSizes& s) {
-  return ChunkTokens(s) * ChunkFloats(recurrence, s.shared) * static_cast<int64_t>(sizeof(float));
-}
 
 inline ChunkBuffers DivideWorkspace(Recurrence recurrence, const ChunkSizes& s, void* workspace) {
   const int64_t tokens = ChunkTokens(s), each = tokens * s.shared;

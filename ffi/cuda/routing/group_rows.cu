@@ -1,22 +1,22 @@
-// Plans the GEMM of rows that come sorted by expert, from the number of rows of each expert.
+// Schedules the GEMM of rows that come sorted by expert, from the number of rows of each expert.
 //
 //   group_sizes [e] -> starts [e + 1], tiles, and the schedule of the GEMM
 //
-// Bottleneck: latency. The first block plans (plan_schedule.cuh). Every block writes zeros to some
-// of the output rows that no expert owns.
+// Bottleneck: latency. The first block writes the schedule (write_schedule.cuh). Every block writes
+// zeros to some of the output rows that no expert owns.
 //
 // Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
 #include "cuda/routing/group_rows.cuh"
 
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/scheduling/plan_schedule.cuh"
+#include "cuda/scheduling/write_schedule.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kWarps = kPlanWarps;
-constexpr int kThreads = kPlanThreads;
+constexpr int kWarps = kScheduleWarps;
+constexpr int kThreads = kScheduleThreads;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // values[0 .. count] = exclusive prefix sums of values[0 .. count). Negative values count as 0.
@@ -53,15 +53,15 @@ constexpr int kZeroedRows = 64;  // output rows that a block may zero
 // The first block writes the tables. All blocks write zeros to output rows.
 __global__ void __launch_bounds__(kThreads, 1)
     GroupTiles(const int32_t* group_sizes, int64_t first_row, int num_rows, int num_experts,
-               ExpertRows rows, SchedulePlan plan, OutputRows y) {
+               ExpertRows rows, ScheduleInputs inputs, OutputRows y) {
   __shared__ int32_t starts[kMaxExperts + 1];
-  __shared__ PlanTables tables;
+  __shared__ ScheduleTables tables;
   WaitForPrecedingKernel();
   StartNextKernel();
   for (int i = threadIdx.x; i < num_experts; i += kThreads) {
     starts[i] = group_sizes == nullptr ? INT32_MAX : group_sizes[i];
   }
-  if (blockIdx.x == 0) ZeroReadyFlags(plan.schedules);
+  if (blockIdx.x == 0) ZeroReadyFlags(inputs.schedules);
   __syncthreads();
   PrefixSum(starts, num_experts, first_row, num_rows);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kZeroedRows;
@@ -79,13 +79,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int expert = 2 * static_cast<int>(threadIdx.x) + i;
     if (expert < num_experts) own_rows[i] = starts[expert + 1] - starts[expert];
   }
-  FillPlanTables(own_rows, num_experts, rows, plan, &tables);
-  EndTileList(plan, tables, rows);
-  WriteSchedules(plan, tables, num_experts);
+  FillScheduleTables(own_rows, num_experts, rows, inputs, &tables);
+  EndTileList(inputs, tables, rows);
+  WriteSchedules(inputs, tables, num_experts);
   for (int32_t tile = threadIdx.x; tile < tables.all.tiles; tile += kThreads) {
     const int expert = FindExpert<true>(tables.first_tile, num_experts, tile);
     const int32_t start = tables.starts[expert];
-    const int32_t row = start + (tile - tables.first_tile[expert]) * plan.rule.tile_rows;
+    const int32_t row = start + (tile - tables.first_tile[expert]) * inputs.rule.tile_rows;
     rows.tiles[tile] = {expert, row, start, tables.starts[expert + 1]};
   }
 }
@@ -99,7 +99,7 @@ cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, in
   return LaunchWide(
       stream, dim3(static_cast<unsigned>(CeilDiv(num_rows, kZeroedRows))), kThreads, 0,
       /*overlaps=*/true, GroupTiles, group_sizes, first_row, static_cast<int>(num_rows),
-      static_cast<int>(num_experts), rows, MakeSchedulePlan(rule, schedules), y);
+      static_cast<int>(num_experts), rows, MakeScheduleInputs(rule, schedules), y);
 }
 
 }  // namespace nvfp4

@@ -1,4 +1,4 @@
-// Sorts (token, choice) slots by expert, and plans the GEMMs of the sorted rows.
+// Sorts (token, choice) slots by expert, and schedules the GEMMs of the sorted rows.
 //
 //   expert_ids [slots] -> starts [e + 1], slots [rows], tiles, and the schedules of the GEMMs
 //
@@ -10,7 +10,7 @@
 //   1. Each warp loads all of its ids at once, and counts them 32 at a time. Lanes with equal ids
 //      find each other by match_any, and their order is that of the lanes.
 //   2. The block takes prefix sums over warps and segments, for each expert.
-//   3. The block plans the tiles and schedules (plan_schedule.cuh).
+//   3. The block writes the tiles and schedules (write_schedule.cuh).
 //   4. Each slot now knows its sorted row, and the first slot of a tile writes the tile. The first
 //      block writes the schedules.
 // Three barriers separate these steps. The order is that of a stable sort, and no step depends on
@@ -24,17 +24,17 @@
 
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/scheduling/plan_schedule.cuh"
+#include "cuda/scheduling/write_schedule.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kWarps = kPlanWarps;
-constexpr int kThreads = kPlanThreads;
+constexpr int kWarps = kScheduleWarps;
+constexpr int kThreads = kScheduleThreads;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kSegmentSlots = 2048;
 constexpr int kRounds = kSegmentSlots / kThreads;  // at most; a warp counts 32 slots in a round
-static_assert(65536 / kSegmentSlots <= kMaxSegments, "counts of each segment");
+static_assert(kChunkSlots / kSegmentSlots <= kMaxSegments, "counts of each segment");
 
 // Counts the rows of each expert in the segment of this block: counts[segment, expert].
 __global__ void __launch_bounds__(kThreads, 1)
@@ -94,10 +94,10 @@ __device__ __forceinline__ void SumCounts(WarpCounts (&counts)[kWarps], int firs
 
 __global__ void __launch_bounds__(kThreads, 1)
     SortByExpert(const int32_t* expert_ids, int num_slots, int num_experts, ExpertRows rows,
-                 SchedulePlan plan) {
+                 ScheduleInputs inputs) {
   // First the number of rows of a warp, by expert; later the number of rows before it.
   __shared__ __align__(16) WarpCounts counts[kWarps];
-  __shared__ PlanTables tables;
+  __shared__ ScheduleTables tables;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   uint16_t* warp_counts = counts[warp];
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int slot = first_slot + 32 * round;
     ids[round] = round < rounds && slot < num_slots ? expert_ids[slot] : -1;
   }
-  if (blockIdx.x == 0) ZeroReadyFlags(plan.schedules);
+  if (blockIdx.x == 0) ZeroReadyFlags(inputs.schedules);
   __syncwarp();
 
   int32_t places[kRounds];  // among the rows of this warp and expert
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first = 2 * static_cast<int>(threadIdx.x);  // of two experts
   int32_t own_rows[2] = {};
   if (first < num_experts) SumCounts(counts, first, num_experts, rows.counts, own_rows);
-  FillPlanTables(own_rows, num_experts, rows, plan, &tables);
+  FillScheduleTables(own_rows, num_experts, rows, inputs, &tables);
 
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
@@ -148,13 +148,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int32_t start = tables.starts[id];
     const int32_t place = warp_counts[id] + places[round];  // among the rows of the expert
     rows.slots[start + place] = first_slot + 32 * round;
-    const int32_t tile = plan.by_tile_rows.Divide(place);
-    if (tile * plan.rule.tile_rows != place) continue;
+    const int32_t tile = inputs.by_tile_rows.Divide(place);
+    if (tile * inputs.rule.tile_rows != place) continue;
     rows.tiles[tables.first_tile[id] + tile] = {id, start + place, start, tables.starts[id + 1]};
   }
   if (blockIdx.x > 0) return;
-  EndTileList(plan, tables, rows);
-  WriteSchedules(plan, tables, num_experts);
+  EndTileList(inputs, tables, rows);
+  WriteSchedules(inputs, tables, num_experts);
 }
 
 }  // namespace
@@ -170,7 +170,7 @@ cudaError_t LaunchSortByExpert(cudaStream_t stream, const int32_t* expert_ids, i
                                           CountSegment, expert_ids, slots, experts, rows.counts));
   }
   return LaunchWide(stream, dim3(segments), kThreads, 0, /*overlaps=*/true, SortByExpert,
-                    expert_ids, slots, experts, rows, MakeSchedulePlan(rule, schedules));
+                    expert_ids, slots, experts, rows, MakeScheduleInputs(rule, schedules));
 }
 
 }  // namespace nvfp4

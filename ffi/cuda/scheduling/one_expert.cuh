@@ -1,10 +1,10 @@
 // The schedule of a GEMM whose rows all belong to one expert, such as a linear layer. It has the
-// ranges that plan_schedule.cuh would write, but the host computes them, and no kernel runs.
+// ranges that write_schedule.cuh would write, but the host computes them, and no kernel runs.
 #pragma once
 
 #include "cuda/gemm/expert_gemm.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/scheduling/plan_schedule.cuh"
+#include "cuda/scheduling/write_schedule.cuh"
 
 namespace nvfp4 {
 
@@ -20,7 +20,7 @@ inline EqualTiles ScheduleOneExpert(int32_t rows, const TileRule& rule,
 
 // Gives all `rows` rows of `gemm` to one expert. If output tiles are split, the flags of the
 // partial sums are zeroed, and if blocks take tiles, their number. That is not a kernel.
-inline cudaError_t PlanOneExpert(cudaStream_t stream, int64_t rows, ExpertGemm* gemm) {
+inline cudaError_t ScheduleOneExpert(cudaStream_t stream, int64_t rows, ExpertGemm* gemm) {
   TileSchedule* schedule = &gemm->schedule;
   gemm->rows.only_rows = static_cast<int32_t>(rows);
   schedule->equal = ScheduleOneExpert(gemm->rows.only_rows, gemm->rule, *schedule);

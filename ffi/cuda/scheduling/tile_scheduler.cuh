@@ -15,12 +15,16 @@
 // what: blocks then take one whole output tile after the other (work_taker.cuh), and no tile is
 // split.
 //
-// plan_schedule.cuh writes the ranges on the device, as part of sorting rows by expert. If one
+// write_schedule.cuh writes the ranges on the device, as part of sorting rows by expert. If one
 // expert owns all rows, the host knows everything about the schedule, and no kernel has to write it
 // (one_expert.cuh).
 #pragma once
 
-#include "cuda/routing/expert_rows.cuh"
+#include <cuda_runtime.h>
+
+#include "cuda/routing/expert_rows.h"
+#include "cuda/scheduling/schedule_sizes.h"
+#include "nvfp4.h"
 
 namespace nvfp4 {
 
@@ -43,12 +47,6 @@ NVFP4_HOST_DEVICE ExpertTiles CutRows(uint32_t rows, uint32_t tile_rows) {
   return {static_cast<int32_t>((rows + tile_rows - 1) / tile_rows),
           static_cast<int32_t>(rows < tile_rows ? rows : tile_rows)};
 }
-
-// Where a stream-K range starts.
-struct WorkStart {
-  int32_t output_tile;
-  int32_t step;  // over k, in this tile
-};
 
 // A range does not begin or end near an end of an output tile, within this fraction of the tile. It
 // begins or ends at that end instead.
@@ -75,7 +73,7 @@ struct EqualTiles {
 
 // The schedule of one GEMM. Output tiles before Start(0).output_tile are data-parallel. Of the
 // other tiles, block b computes those from Start(b) to Start(b + 1). `ready` has kReadyFlags flags
-// for each block. They are zeroed when the schedule is planned, and the GEMM raises them when it
+// for each block. They are zeroed when the schedule is written, and the GEMM raises them when it
 // has stored a partial sum. If blocks take tiles, `ready` has the number of taken tiles instead.
 struct TileSchedule {
   int32_t blocks;
@@ -98,13 +96,11 @@ struct TileSchedule {
   }
 };
 
-// The schedules that one sort plans: none, one, or those of the two GEMMs of a layer.
+// The schedules that one sort writes: none, one, or those of the two GEMMs of a layer.
 struct TileSchedules {
   int count;
   TileSchedule schedule[2];
 };
-
-constexpr int kReadyFlags = 8;  // flags of a block: one for each of its warpgroups
 
 NVFP4_HOST_DEVICE int32_t TileSchedule::ready_count() const {
   return taken ? 1 : kReadyFlags * blocks;

@@ -5,15 +5,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jax_nvfp4_moe.backends.chains.calls import Call
+from jax_nvfp4_moe.backends.launch_facts import facts
 
 # A fork and its scope have at least this many calls: fewer save less than a fork and a join cost.
 _FEWEST = 2
 # A product with this many outputs has four output tiles or more, of up to 256 outputs. About a
 # quarter of its blocks then shares a tile at most.
 _MANY_OUTPUTS = 1024
-# With at most this many inputs, output tiles are not shared: see kWorthSplitting in
-# ``ffi/cuda/scheduling/plan_schedule.cuh``.
-_FEW_INPUTS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +114,10 @@ def _may_block(calls, fork):
     """
     sides = calls[fork.start : fork.begin], calls[fork.begin : fork.join]
     products = [[p for call in side for p in _expert_products(call)] for side in sides]
-    few_tiles = any(n < _MANY_OUTPUTS and k > _FEW_INPUTS for side in products for n, k in side)
-    return all(products) and few_tiles
+    if not all(products):
+        return False
+    unsplit = facts().UNSPLIT_INPUTS  # with at most so many inputs, output tiles are not shared
+    return any(n < _MANY_OUTPUTS and k > unsplit for side in products for n, k in side)
 
 
 def _expert_products(call):

@@ -4,46 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.backends.kernel_call import kernel_call
+from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
+from jax_nvfp4_moe.backends.launch_facts import facts, workspace_bytes
 from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
 from jax_nvfp4_moe.ops.causal_attention.meaning import widen
 from jax_nvfp4_moe.ops.positions import PADDING
-from jax_nvfp4_moe.ops.workspace import sections
 from jax_nvfp4_moe.scheme import Problem
-
-# Attention divides the keys of few queries among so many thread blocks. A tile has so many rows,
-# and a part of the keys at least so many keys. For few rows with wide values, it has half as many
-# thread blocks.
-_SPLIT_BLOCKS, _SPLIT_ROWS, _SPLIT_KEYS = 264, 64, 256
-_FEW_ROWS, _NARROW_VALUES = 16, 128
-_LATENT_SPLIT_KEYS = 64  # latent attention has half as many thread blocks for more than few rows
-
-
-# The kernel for keys and values in FP8 runs for up to FP8_ROWS rows of a key head, and for heads
-# whose width is a multiple of FP8_FACTOR.
-FP8_ROWS, FP8_FACTOR = 64, 16
-
-
-def _parts_workspace_bytes(b, t, n, m, s, dv, blocks, keys):
-    """Return the bytes for the float32 results of each part of the keys, if they are divided."""
-    tiles = max(b * m * -(-t * (n // m) // _SPLIT_ROWS), 1)
-    splits = min(blocks // tiles, -(-s // keys))
-    if splits <= 1:
-        return 0
-    return sections(4 * b * t * n * splits * dv, 8 * b * t * n * splits)
-
-
-def attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
-    """Return the bytes of scratch memory for one call of attention."""
-    alone = t * (n // m) <= _FEW_ROWS and dv > _NARROW_VALUES
-    blocks = _SPLIT_BLOCKS // 2 if alone else _SPLIT_BLOCKS
-    return _parts_workspace_bytes(b, t, n, m, s, dv, blocks, _SPLIT_KEYS)
-
-
-def latent_attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
-    """Return the bytes of scratch memory for one call of latent attention."""
-    blocks = _SPLIT_BLOCKS if t * (n // m) <= _FEW_ROWS else _SPLIT_BLOCKS // 2
-    return _parts_workspace_bytes(b, t, n, m, s, dv, blocks, _LATENT_SPLIT_KEYS)
 
 
 def takes_fp8_kernel(rows: int, *widths: int) -> bool:
@@ -56,7 +22,8 @@ def takes_fp8_kernel(rows: int, *widths: int) -> bool:
       rows: number of queries that share a key head: those of all new tokens.
       *widths: widths of the keys and of the values.
     """
-    return rows <= FP8_ROWS and not any(width % FP8_FACTOR for width in widths)
+    factor = facts().E4M3_HEAD_WIDTHS.step
+    return rows <= facts().E4M3_ATTENTION_ROWS[-1] and not any(width % factor for width in widths)
 
 
 def note_fp8_attention(problem: Problem) -> tuple[str, ...]:
@@ -64,8 +31,9 @@ def note_fp8_attention(problem: Problem) -> tuple[str, ...]:
     if problem.cache_dtype is None:
         return ()
     return (
-        f"up to {FP8_ROWS} queries for each key head, with widths that are multiples of "
-        f"{FP8_FACTOR}, take the kernel for FP8; for others, XLA widens all keys and values first",
+        f"up to {facts().E4M3_ATTENTION_ROWS[-1]} queries for each key head, with widths that are "
+        f"multiples of {facts().E4M3_HEAD_WIDTHS.step}, take the kernel for FP8; for others, XLA "
+        "widens all keys and values first",
     )
 
 
@@ -80,7 +48,6 @@ def lower_attention(
     k_scale=None,
     v_scale=None,
     *,
-    workspace_bytes,
     scale,
     window,
     chunk,
@@ -90,8 +57,6 @@ def lower_attention(
     The kernel needs a scale above 0. Another sign or a scale of 0 is moved into the queries.
 
     Args:
-      workspace_bytes: ``(b, t, n, m, s, dv) -> int``, the size of the scratch result; the handler
-        checks it.
       fp8_target: name of the target for keys and values in FP8. If `takes_fp8_kernel` is False,
         XLA widens all keys and values to the dtype of the queries instead.
     """
@@ -102,22 +67,18 @@ def lower_attention(
         else:
             entries = widen(k, k_scale, q.dtype), widen(v, v_scale, q.dtype)
     visible, operands = (scale, window, chunk), (q, entries, positions, sinks)
-    return _call_attention(target, workspace_bytes, operands, v.shape[3], *visible)
+    return _call_attention(target, operands, v.shape[3], *visible)
 
 
 def lower_latent_attention(
-    ffi_target, q, k, positions, sinks, *, workspace_bytes, value_width, scale, window, chunk
+    ffi_target, q, k, positions, sinks, *, value_width, scale, window, chunk
 ):
-    """Lower attention without separate values to an FFI target.
-
-    Args:
-      workspace_bytes: see `lower_attention`.
-    """
+    """Lower attention without separate values to an FFI target."""
     visible, operands = (scale, window, chunk), (q, (k,), positions, sinks)
-    return _call_attention(ffi_target, workspace_bytes, operands, value_width, *visible)
+    return _call_attention(ffi_target, operands, value_width, *visible)
 
 
-def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, chunk):
+def _call_attention(ffi_target, operands, dv, scale, window, chunk):
     """Call a kernel of attention; see `lower_attention`.
 
     `operands` are the queries, a tuple of the keys and perhaps the values and their scales,
@@ -130,7 +91,7 @@ def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, ch
         q, scale = q * jnp.asarray(np.sign(scale), q.dtype), abs(scale) or 1.0
     outputs = (
         jax.ShapeDtypeStruct((b, t, n, dv), q.dtype),
-        jax.ShapeDtypeStruct((workspace_bytes(b, t, n, m, s, dv),), jnp.uint8),
+        scratch(workspace_bytes(ffi_target, b, t, n, m, s, dv)),
     )
     return kernel_call(ffi_target, outputs)(
         q,
@@ -177,12 +138,11 @@ ATTENTION_CUDA = Backend(
             lower_attention,
             "nvfp4_attention_cuda",
             "nvfp4_attention_fp8_cuda",
-            workspace_bytes=attention_workspace_bytes,
         )
     },
     (CUDA,),
     dtypes=HALVES,
-    limits={"key width": range(8, 257, 8), "value width": range(8, 257, 8)},
+    limits={"key width": "HEAD_WIDTHS", "value width": "HEAD_WIDTHS"},
     notes=note_fp8_attention,
 )
 
@@ -193,11 +153,10 @@ LATENT_ATTENTION_CUDA = Backend(
         "latent_attention": Kernel(
             lower_latent_attention,
             "nvfp4_latent_attention_cuda",
-            workspace_bytes=latent_attention_workspace_bytes,
         )
     },
     (CUDA,),
     dtypes=HALVES,
-    limits={"key width": range(8, 577, 8), "value width": range(8, 513, 8)},
-    shared_bytes=99328,
+    limits={"key width": "LATENT_WIDTHS", "value width": "LATENT_VALUE_WIDTHS"},
+    shared_bytes="SHARED_BYTES_LATENT_ATTENTION",
 )

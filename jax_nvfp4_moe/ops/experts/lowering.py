@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
+from jax_nvfp4_moe.backends.launch_facts import facts, workspace_bytes, workspace_bytes_of_rows
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.scheme import Scheme
 
@@ -45,18 +46,22 @@ def _bias(bias):
     return jnp.zeros((0, 0), jnp.float32) if bias is None else bias.astype(jnp.float32)
 
 
-def _check_known(ffi_target, rows, symbolic_rows):
-    """Check that the number of rows is known if the size of the workspace depends on it.
+def _workspace(ffi_target, rows, *sizes):
+    """Return the scratch result of a call for `rows` rows, or tokens, and further sizes.
 
     Raises:
-      ValueError: if the number is a symbol of `jax.export.symbolic_shape`.
+      ValueError: if the number of rows is a symbol of `jax.export.symbolic_shape`. Kernels that
+        work in rounds accept that.
     """
-    if not (symbolic_rows or isinstance(rows, int)):
+    if ffi_target in facts().WORKSPACE_ROWS:
+        return scratch(workspace_bytes_of_rows(ffi_target, rows, *sizes))
+    if not isinstance(rows, int):
         raise ValueError(
             f"x: expected a known number of tokens, because the kernel {ffi_target} computes the "
             f"size of its workspace from it; got the symbolic size {rows}. Export the program once "
             "for each number of tokens, or with backend='reference'"
         )
+    return scratch(workspace_bytes(ffi_target, rows, *sizes))
 
 
 def _as_one_program(*static):
@@ -64,9 +69,7 @@ def _as_one_program(*static):
     return functools.partial(jax.jit, inline=True, static_argnames=static)
 
 
-@_as_one_program(
-    "ffi_target", "workspace_bytes", "symbolic_rows", "scheme", "call", "weight_on_input"
-)
+@_as_one_program("ffi_target", "scheme", "call", "weight_on_input")
 def lower_moe(
     ffi_target,
     x,
@@ -74,24 +77,13 @@ def lower_moe(
     expert_ids,
     expert_weights,
     *,
-    workspace_bytes,
-    symbolic_rows=False,
     scheme,
     call,
     weight_on_input,
 ):
-    """Lower `moe_mlp` to an FFI target.
-
-    Args:
-      workspace_bytes:
-        ``(tokens, top_k, num_experts, hidden, intermediate, *, gated, dtype) -> int``, the size of
-        the scratch result; the handler checks it.
-      symbolic_rows: whether `workspace_bytes` accepts a symbolic number of tokens (`jax.export`);
-        False by default.
-    """
+    """Lower `moe_mlp` to an FFI target."""
     (t, h), (e, top_k) = x.shape, (params.num_experts, expert_ids.shape[1])
-    _check_known(ffi_target, t, symbolic_rows)
-    size = workspace_bytes(t, top_k, e, h, params.intermediate, gated=params.gated, dtype=x.dtype)
+    sizes = top_k, e, h, params.intermediate, params.gated, x.dtype.itemsize
     operands = (
         x,
         params.gate_up.packed,
@@ -116,11 +108,11 @@ def lower_moe(
         "weight_on_input": bool(weight_on_input),
         "intermediate": np.int64(params.intermediate),  # arrays may have the padded size
     }
-    outputs = jax.ShapeDtypeStruct((t, h), x.dtype), scratch(size)
+    outputs = jax.ShapeDtypeStruct((t, h), x.dtype), _workspace(ffi_target, t, *sizes)
     return kernel_call(ffi_target, outputs)(*operands, **attributes)[0]
 
 
-@_as_one_program("ffi_target", "workspace_bytes", "symbolic_rows", "scheme")
+@_as_one_program("ffi_target", "scheme")
 def lower_grouped_gemm(
     ffi_target,
     x,
@@ -129,20 +121,10 @@ def lower_grouped_gemm(
     input_scale,
     bias,
     *,
-    workspace_bytes,
-    symbolic_rows=False,
     scheme,
 ):
-    """Lower `grouped_gemm` to an FFI target.
-
-    Args:
-      workspace_bytes: ``(rows, num_experts, n, k, *, dtype) -> int``, the size of the scratch
-        result; the handler checks it.
-      symbolic_rows: whether `workspace_bytes` accepts a symbolic number of rows (`jax.export`);
-        False by default.
-    """
+    """Lower `grouped_gemm` to an FFI target."""
     (m, k), (e, n, _) = x.shape, weight.shape
-    _check_known(ffi_target, m, symbolic_rows)
     operands = (
         x,
         weight.packed,
@@ -152,7 +134,7 @@ def lower_grouped_gemm(
         _bias(bias),
         jnp.zeros(0, jnp.int32) if group_sizes is None else group_sizes,
     )
-    size = workspace_bytes(m, e, n, k, dtype=x.dtype)
     attributes = {"activation_scale": ACTIVATION_SCALE[scheme]}
-    outputs = jax.ShapeDtypeStruct((m, n), x.dtype), scratch(size)
+    workspace = _workspace(ffi_target, m, e, n, k, x.dtype.itemsize)
+    outputs = jax.ShapeDtypeStruct((m, n), x.dtype), workspace
     return kernel_call(ffi_target, outputs)(*operands, **attributes)[0]

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.ops.checks import check_recurrence, read_lengths, read_result_dtype
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.recurrent.gated_delta import apply_gated_delta
-from jax_nvfp4_moe.ops.recurrent.kernel_limits import CHUNK, MOST, SMALL_CHUNK, STATES, pad_tokens
+from jax_nvfp4_moe.ops.recurrent.kernel_limits import STATES, count_chunks
 from jax_nvfp4_moe.ops.running import run
 from jax_nvfp4_moe.scheme import Target
 
@@ -107,20 +108,6 @@ def gated_delta_rule(
     )
 
 
-def delta_rule_workspace_bytes(
-    b: int, t: int, key_heads: int, shared: int, channel_decays: bool = False
-) -> int:
-    """Return the bytes that `gated_delta_rule` needs between its two kernels.
-
-    Each token of a key head has a key and a query. For each of the `shared` value heads, it has a
-    decayed key, its pairs with the tokens of a chunk, and two decays or other factors. Decays of
-    channels take one more number of each channel for each small chunk. `ChunkWorkspaceBytes` in
-    ffi/cuda/recurrent/chunk_tiles.cuh is the same number.
-    """
-    decays = 2 + (MOST // SMALL_CHUNK if channel_decays else 0)
-    return 4 * b * pad_tokens(t) * key_heads * (2 * MOST + shared * (MOST + CHUNK + decays))
-
-
 def _lower(ffi_target, q, k, v, g, beta, state, lengths=None, *, normalize, dtype):
     """Lower `gated_delta_rule` to its FFI target. The record accepts one `dtype` only."""
     del dtype
@@ -135,14 +122,8 @@ def _lower(ffi_target, q, k, v, g, beta, state, lengths=None, *, normalize, dtyp
         y, new = _lower(ffi_target, *operands, normalize=normalize, dtype=None)
         return y.reshape(b, t, m, r, e), new.reshape(state.shape)
     lengths = jnp.zeros(0, jnp.int32) if lengths is None else lengths
-    size = delta_rule_workspace_bytes(b, t, m, r, channel_decays)
-    workspace = scratch(size)
-    results = v, state
-    call = kernel_call(
-        ffi_target,
-        (*results, workspace),
-        input_output_aliases={6: 1},
-    )
+    size = workspace_bytes_of_rows(ffi_target, count_chunks(b, t), m, r, channel_decays)
+    call = kernel_call(ffi_target, (v, state, scratch(size)), input_output_aliases={6: 1})
     return tuple(call(q, k, v, g, beta, lengths, state, normalize=bool(normalize))[:2])
 
 

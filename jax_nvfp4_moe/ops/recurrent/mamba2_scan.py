@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.ops.checks import check_recurrence, read_lengths, read_result_dtype
 from jax_nvfp4_moe.ops.documentation import public_op
-from jax_nvfp4_moe.ops.recurrent.kernel_limits import CHUNK, MOST, STATES, pad_tokens
+from jax_nvfp4_moe.ops.recurrent.kernel_limits import STATES, count_chunks
 from jax_nvfp4_moe.ops.recurrent.mamba2 import apply_mamba2
 from jax_nvfp4_moe.ops.running import run
 from jax_nvfp4_moe.scheme import Target
@@ -105,20 +106,12 @@ def mamba2_scan(
     )
 
 
-def mamba2_scan_workspace_bytes(b: int, t: int, groups: int, shared: int) -> int:
-    """Return the bytes that `mamba2_scan` needs between its two kernels.
-
-    As `delta_rule_workspace_bytes`, without decayed keys.
-    """
-    return 4 * b * pad_tokens(t) * groups * (2 * MOST + shared * (CHUNK + 2))
-
-
 def _lower(ffi_target, x, dt, a, B, C, D, state, lengths=None, *, dtype):
     """Lower `mamba2_scan` to its FFI target. The record accepts one `dtype` only."""
     del dtype
     lengths = jnp.zeros(0, jnp.int32) if lengths is None else lengths
     (b, t, heads, _), groups = x.shape, B.shape[2]
-    size = mamba2_scan_workspace_bytes(b, t, groups, heads // groups)
+    size = workspace_bytes_of_rows(ffi_target, count_chunks(b, t), groups, heads // groups)
     results = (x, jax.ShapeDtypeStruct(state.shape, x.dtype))
     call = kernel_call(
         ffi_target,

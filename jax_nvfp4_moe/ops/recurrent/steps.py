@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.ops.checks import check_floats, check_shapes
@@ -388,7 +389,7 @@ def _lower_mamba2_step(ffi_target, *tokens, activation, step_limits, eps, **weig
         tokens,
         operands,
         heads * p,
-        [scratch(4 * b * heads * p)],
+        [scratch(workspace_bytes_of_rows(ffi_target, b, heads, p))],
         activation=activation.name,
         alpha=np.float32(activation.alpha),
         limit=np.float32(activation.limit),

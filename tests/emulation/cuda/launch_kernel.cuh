@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda_on_cpu.h"
+#include "shapes.h"
 
 namespace nvfp4 {
 
@@ -12,7 +13,6 @@ extern int capability_major;
 
 constexpr int64_t kDynamicAlignment = 1024;
 
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int MultiprocessorCount() { return multiprocessors; }
 inline int ComputeCapabilityMajor() { return capability_major; }
 extern int block_shared_bytes;    // the limit of the emulated device

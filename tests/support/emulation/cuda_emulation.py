@@ -105,8 +105,6 @@ _DEVICE = Device()
 def load(cache: pathlib.Path) -> ctypes.CDLL:
     """Register the FFI targets. They are compiled first if the folder `cache` lacks them."""
     library = ctypes.CDLL(str(made_once(cache / f"{_fingerprint()}.so", _build)))
-    library.combined_few_shared_bytes.restype = ctypes.c_int64
-    library.combined_few_shared_bytes.argtypes = [ctypes.c_int64] * 2
     library.target_name.restype = ctypes.c_char_p
     library.target_handler.restype = ctypes.c_void_p
     index = 0

@@ -13,8 +13,8 @@ import pytest
 from support.kernels.float64_layer import Layer, Options
 
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
-from jax_nvfp4_moe.ops.experts.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
 
 NEED_CPU = ("amx", "avx512", "avx2")  # each has a marker; the scalar kernels run anywhere
 
@@ -105,8 +105,12 @@ def _moe_of_one(x, prepared, expert_ids, expert_weights, options, isas, workspac
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = prepared.down_packed.shape[0]
     i = prepared.down_packed.shape[2] * 2  # this layout pads no columns
-    size = moe_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
-    size = size if workspace is None else workspace
+    sizes = top_k, e, h, i, options.gated, x.dtype.itemsize
+    size = (
+        workspace_bytes_of_rows("nvfp4_moe_w4a16_cpu", t, *sizes)
+        if workspace is None
+        else workspace
+    )
     outputs = (jax.ShapeDtypeStruct((t, h), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
     call = functools.partial(
         jax.ffi.ffi_call("nvfp4_moe_w4a16_cpu", outputs),
@@ -126,11 +130,12 @@ def _grouped_gemm(
     x, packed, block_scale, global_scale, input_scale, bias, sizes, n, modes, isas, workspace
 ):
     (m, k), e = x.shape, packed.shape[0]
-    size = grouped_gemm_workspace_bytes(m, e, n, k, dtype=x.dtype)
-    size = size if workspace is None else workspace
+    target, size = "nvfp4_grouped_gemm_w4a16_cpu", workspace
+    if workspace is None:
+        size = workspace_bytes_of_rows(target, m, e, n, k, x.dtype.itemsize)
     outputs = (jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
     operands = (x, packed, block_scale, global_scale, input_scale, bias, sizes)
-    call = jax.ffi.ffi_call("nvfp4_grouped_gemm_w4a16_cpu", outputs)
+    call = jax.ffi.ffi_call(target, outputs)
     return [[call(*operands, activation_scale=mode, isa=isa)[0] for isa in isas] for mode in modes]
 
 

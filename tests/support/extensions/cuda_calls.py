@@ -6,8 +6,8 @@ import numpy as np
 from support.kernels.float64_layer import Layer, Options
 
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.backends.launch_facts import workspace_bytes
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
-from jax_nvfp4_moe.ops.experts import cuda, sm100
 from jax_nvfp4_moe.ops.quantize import QUANTIZE_CUDA
 
 # Any GPU runs these targets. The others need compute capability 10.x or 12.x, or a build that
@@ -15,14 +15,6 @@ from jax_nvfp4_moe.ops.quantize import QUANTIZE_CUDA
 MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90")
 # The other targets use "mma_64x64".
 _LAYOUTS = {"w4a4_sm100": "fp4_128x64", "w4a4_sm120": "fp4_64x64"}
-_MOE_WORKSPACE = {
-    "w4a4_sm100": sm100.moe_workspace_bytes,
-    "w4a4_sm120": cuda.moe_w4a4_workspace_bytes,
-}
-_PRODUCT_WORKSPACE = {
-    "w4a4_sm100": sm100.grouped_gemm_workspace_bytes,
-    "w4a4_sm120": cuda.grouped_gemm_w4a4_workspace_bytes,
-}
 
 
 def register():
@@ -66,8 +58,8 @@ def moe_call(x, layer: Layer, expert_ids, expert_weights, options: Options, i, s
     """Return the target of an expert layer, its operands, its results and its attributes."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = layer.down_packed.shape[0]
-    workspace_bytes = _MOE_WORKSPACE.get(suffix, cuda.moe_w4a16_workspace_bytes)
-    workspace = workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
+    target, sizes = f"nvfp4_moe_{suffix}", (t, top_k, e, h, i, options.gated, x.dtype.itemsize)
+    workspace = workspace_bytes(target, *sizes)
     attributes = {
         "activation": options.activation,
         "alpha": np.float32(options.alpha),
@@ -78,7 +70,7 @@ def moe_call(x, layer: Layer, expert_ids, expert_weights, options: Options, i, s
         "intermediate": np.int64(i),
     }
     operands = x, *layer, expert_ids, expert_weights
-    return f"nvfp4_moe_{suffix}", operands, _outputs((t, h), x.dtype, workspace), attributes
+    return target, operands, _outputs((t, h), x.dtype, workspace), attributes
 
 
 def _outputs(shape, dtype, workspace):
@@ -103,10 +95,10 @@ def grouped_gemm_call(operands, mode, suffix):
     (m, k), (e, n, _) = x.shape, packed.shape
     layout = find_layout(_LAYOUTS.get(suffix, "mma_64x64"))
     packed, block_scale = to_layout(packed, block_scale, layout)
-    workspace_bytes = _PRODUCT_WORKSPACE.get(suffix, cuda.grouped_gemm_w4a16_workspace_bytes)
-    outputs = _outputs((m, n), x.dtype, workspace_bytes(m, e, n, k, dtype=x.dtype))
+    target = f"nvfp4_grouped_gemm_{suffix}"
+    workspace = workspace_bytes(target, m, e, n, k, x.dtype.itemsize)
     operands = x, packed, block_scale, *others
-    return f"nvfp4_grouped_gemm_{suffix}", operands, outputs, {"activation_scale": mode}
+    return target, operands, _outputs((m, n), x.dtype, workspace), {"activation_scale": mode}
 
 
 def quantize(x, global_scale=None, scale_layout="linear"):

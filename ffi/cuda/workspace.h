@@ -1,10 +1,11 @@
 // Divides one workspace buffer into arrays. With a null buffer, the same calls only count its
-// bytes.
+// bytes. This file uses neither XLA nor CUDA.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/routing/expert_rows.cuh"
+#include "cuda/routing/expert_rows.h"
+#include "nvfp4.h"
 
 namespace nvfp4 {
 
@@ -29,6 +30,12 @@ class Sections {
   uint8_t* buffer_;
   int64_t bytes_ = 0;
 };
+
+// The FP4 engine pads rows with zeros to a multiple of this number of columns.
+constexpr int64_t kPaddedK = 128;
+NVFP4_HOST_DEVICE constexpr int64_t PadK(int64_t k) {
+  return (k + kPaddedK - 1) / kPaddedK * kPaddedK;
+}
 
 struct QuantizedRows {
   uint8_t* codes = nullptr;        // [rows, k/2]

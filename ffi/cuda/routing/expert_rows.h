@@ -1,11 +1,7 @@
-// Rows grouped by expert, in device memory.
+// Rows grouped by expert, in device memory. This file uses neither XLA nor CUDA.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
-
-#include "nvfp4.h"
 
 namespace nvfp4 {
 

@@ -14,12 +14,9 @@
 
 namespace nvfp4 {
 
-constexpr int kPlanWarps = 16;
-constexpr int kPlanThreads = 32 * kPlanWarps;
-static_assert(2 * kPlanThreads >= kMaxExperts, "a pair of experts for each thread");
-
-// Tiles are split only if that saves each block this many steps, because a fix-up takes as long.
-constexpr int kWorthSplitting = 8;
+constexpr int kScheduleWarps = 16;
+constexpr int kScheduleThreads = 32 * kScheduleWarps;
+static_assert(2 * kScheduleThreads >= kMaxExperts, "a pair of experts for each thread");
 
 // Returns the number of experts, rounded up to the entries that a search in padded tables may read.
 __device__ __forceinline__ int PaddedExperts(int experts) {
@@ -44,18 +41,18 @@ inline Divisor MakeDivisor(int32_t divisor) {
 }
 
 // The arguments of a kernel that cuts tiles and writes schedules.
-struct SchedulePlan {
+struct ScheduleInputs {
   TileRule rule;
   TileSchedules schedules;
   Divisor by_tile_rows;
   Divisor by_blocks[2];  // the blocks of each schedule
 };
 
-inline SchedulePlan MakeSchedulePlan(const TileRule& rule, const TileSchedules& schedules) {
-  SchedulePlan plan = {rule, schedules, MakeDivisor(rule.tile_rows), {}};
+inline ScheduleInputs MakeScheduleInputs(const TileRule& rule, const TileSchedules& schedules) {
+  ScheduleInputs inputs = {rule, schedules, MakeDivisor(rule.tile_rows), {}};
   for (int i = 0; i < schedules.count; ++i)
-    plan.by_blocks[i] = MakeDivisor(schedules.schedule[i].blocks);
-  return plan;
+    inputs.by_blocks[i] = MakeDivisor(schedules.schedule[i].blocks);
+  return inputs;
 }
 
 // Totals of one expert, or of all experts before it. The costs of all output tiles of a GEMM must
@@ -80,9 +77,9 @@ NVFP4_HOST_DEVICE int32_t TileCost(int32_t rows, const TileRule& rule) {
   return max(min(rows, rule.tile_rows), rule.min_cost);
 }
 
-__device__ __forceinline__ ExpertTotals TotalsOf(int32_t rows, const SchedulePlan& plan) {
-  const int32_t tiles = plan.by_tile_rows.Divide(rows + plan.rule.tile_rows - 1);
-  return {rows, tiles, tiles * TileCost(rows, plan.rule)};
+__device__ __forceinline__ ExpertTotals TotalsOf(int32_t rows, const ScheduleInputs& inputs) {
+  const int32_t tiles = inputs.by_tile_rows.Divide(rows + inputs.rule.tile_rows - 1);
+  return {rows, tiles, tiles * TileCost(rows, inputs.rule)};
 }
 
 // Where the stream-K part of a schedule starts.
@@ -93,7 +90,7 @@ struct StreamKStart {
 
 // Prefix sums over experts, in shared memory. FindExpert may read entries past the last expert;
 // those hold the totals of all experts.
-struct PlanTables {
+struct ScheduleTables {
   int32_t starts[kMaxExperts + 1];      // rows before an expert
   int32_t first_tile[kMaxExperts + 1];  // tiles before an expert
   int32_t first_cost[kMaxExperts + 1];  // cost of those tiles
@@ -113,12 +110,11 @@ NVFP4_HOST_DEVICE int32_t FindStreamKStart(const TileSchedule& schedule, const D
 
 // Writes the entries of a thread's two experts. `at` has the totals before the first expert, before
 // the second, and after both.
-__device__ __forceinline__ void WritePlanTables(const ExpertTotals (&at)[3],
-                                                const ExpertTotals& all,
-                                                const int32_t (&own_rows)[2], int experts,
-                                                const ExpertRows& rows, const SchedulePlan& plan,
-                                                PlanTables* tables) {
-  const int32_t tile_cost[2] = {TileCost(own_rows[0], plan.rule), TileCost(own_rows[1], plan.rule)};
+__device__ __forceinline__ void WriteScheduleTables(
+    const ExpertTotals (&at)[3], const ExpertTotals& all, const int32_t (&own_rows)[2], int experts,
+    const ExpertRows& rows, const ScheduleInputs& inputs, ScheduleTables* tables) {
+  const int32_t tile_cost[2] = {TileCost(own_rows[0], inputs.rule),
+                                TileCost(own_rows[1], inputs.rule)};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int expert = 2 * static_cast<int>(threadIdx.x) + i;
@@ -135,9 +131,9 @@ __device__ __forceinline__ void WritePlanTables(const ExpertTotals (&at)[3],
   }
 #pragma unroll
   for (int product = 0; product < 2; ++product) {
-    const TileSchedule& schedule = plan.schedules.schedule[product];  // zeros if there is none
+    const TileSchedule& schedule = inputs.schedules.schedule[product];  // zeros if there is none
     const int32_t output_tiles = all.tiles * schedule.m_blocks;
-    const int32_t first = FindStreamKStart(schedule, plan.by_blocks[product], output_tiles);
+    const int32_t first = FindStreamKStart(schedule, inputs.by_blocks[product], output_tiles);
     if (first == output_tiles && threadIdx.x == 0) tables->stream_k[product] = {output_tiles, 0};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {  // the expert that `first` falls into knows the cost before it
@@ -151,17 +147,18 @@ __device__ __forceinline__ void WritePlanTables(const ExpertTotals (&at)[3],
 // Fills `tables`, and writes the starts and the number of tiles. Thread t gives the number of rows
 // of experts 2 t and 2 t + 1, which is zero if there is no such expert. All threads of the block
 // must call this function. It ends with a barrier.
-__device__ __forceinline__ void FillPlanTables(const int32_t (&own_rows)[2], int experts,
-                                               const ExpertRows& rows, const SchedulePlan& plan,
-                                               PlanTables* tables) {
-  __shared__ ExpertTotals warp_totals[kPlanWarps];
+__device__ __forceinline__ void FillScheduleTables(const int32_t (&own_rows)[2], int experts,
+                                                   const ExpertRows& rows,
+                                                   const ScheduleInputs& inputs,
+                                                   ScheduleTables* tables) {
+  __shared__ ExpertTotals warp_totals[kScheduleWarps];
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // uniform
   const int warps = PaddedExperts(experts) / 64;  // the other warps would only delay these
   ExpertTotals own[2], totals;
   if (warp < warps) {
-    own[0] = TotalsOf(own_rows[0], plan);
-    own[1] = TotalsOf(own_rows[1], plan);
+    own[0] = TotalsOf(own_rows[0], inputs);
+    own[1] = TotalsOf(own_rows[1], inputs);
     totals = own[0] + own[1];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -185,7 +182,8 @@ __device__ __forceinline__ void FillPlanTables(const int32_t (&own_rows)[2], int
     }
     totals = totals + of_warps;
     const ExpertTotals middle = totals - own[1];
-    WritePlanTables({middle - own[0], middle, totals}, all, own_rows, experts, rows, plan, tables);
+    WriteScheduleTables({middle - own[0], middle, totals}, all, own_rows, experts, rows, inputs,
+                        tables);
   }
   __syncthreads();
 }
@@ -193,7 +191,7 @@ static_assert(kSearchReach % 256 == 0, "warps in fours");
 
 // Returns the start of the stream-K range that has the cost `place` before it.
 __device__ __forceinline__ WorkStart FindStart(const TileSchedule& schedule, const TileRule& rule,
-                                               const PlanTables& tables, int experts,
+                                               const ScheduleTables& tables, int experts,
                                                int32_t place) {
   const int expert = FindExpert<true>(tables.first_cost, experts, place, schedule.m_blocks);
   // Unsigned numbers, because a signed division takes half as long again.
@@ -206,25 +204,25 @@ __device__ __forceinline__ WorkStart FindStart(const TileSchedule& schedule, con
 
 // Writes the ranges of all blocks. All threads of one block must call this function; half of them
 // write the ranges of each GEMM.
-__device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const PlanTables& tables,
-                                               int experts) {
-  const int product = threadIdx.x < kPlanThreads / 2 ? 0 : 1;
-  if (product >= plan.schedules.count || plan.schedules.schedule[0].taken) return;
-  // Do not index by `product`: the compiler would copy the plan to memory.
+__device__ __forceinline__ void WriteSchedules(const ScheduleInputs& inputs,
+                                               const ScheduleTables& tables, int experts) {
+  const int product = threadIdx.x < kScheduleThreads / 2 ? 0 : 1;
+  if (product >= inputs.schedules.count || inputs.schedules.schedule[0].taken) return;
+  // Do not index by `product`: the compiler would copy the inputs to memory.
   const TileSchedule schedule =
-      product == 0 ? plan.schedules.schedule[0] : plan.schedules.schedule[1];
-  const Divisor by_blocks = product == 0 ? plan.by_blocks[0] : plan.by_blocks[1];
+      product == 0 ? inputs.schedules.schedule[0] : inputs.schedules.schedule[1];
+  const Divisor by_blocks = product == 0 ? inputs.by_blocks[0] : inputs.by_blocks[1];
   const StreamKStart stream_k = tables.stream_k[product];
   const int32_t output_tiles = tables.all.tiles * schedule.m_blocks;
   const int32_t cost = tables.all.cost * schedule.m_blocks - stream_k.cost;
   const int32_t range_cost = by_blocks.Divide(cost);
   const int32_t rest = cost - range_cost * schedule.blocks;  // this many ranges cost one more
 #pragma unroll 1
-  for (int block = threadIdx.x % (kPlanThreads / 2); block <= schedule.blocks;
-       block += kPlanThreads / 2) {
+  for (int block = threadIdx.x % (kScheduleThreads / 2); block <= schedule.blocks;
+       block += kScheduleThreads / 2) {
     const int32_t place = stream_k.cost + range_cost * block + min(block, rest);
     schedule.starts[block] = stream_k.first < output_tiles && block < schedule.blocks
-                                 ? FindStart(schedule, plan.rule, tables, experts, place)
+                                 ? FindStart(schedule, inputs.rule, tables, experts, place)
                                  : WorkStart{output_tiles, 0};
   }
 }
@@ -232,12 +230,12 @@ __device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const P
 // If blocks take tiles one by one, fills the list of tiles with entries without rows. One load then
 // tells a block what it has taken and whether that exists. All threads of one block must call
 // this function.
-__device__ __forceinline__ void EndTileList(const SchedulePlan& plan, const PlanTables& tables,
-                                            const ExpertRows& rows) {
-  if (!plan.schedules.schedule[0].taken) return;
+__device__ __forceinline__ void EndTileList(const ScheduleInputs& inputs,
+                                            const ScheduleTables& tables, const ExpertRows& rows) {
+  if (!inputs.schedules.schedule[0].taken) return;
 #pragma unroll 1
   for (int tile = tables.all.tiles + static_cast<int>(threadIdx.x); tile < rows.max_tiles;
-       tile += kPlanThreads) {
+       tile += kScheduleThreads) {
     rows.tiles[tile] = {};
   }
 }
@@ -249,7 +247,7 @@ __device__ __forceinline__ void ZeroReadyFlags(const TileSchedules& schedules) {
     uint4* flags = reinterpret_cast<uint4*>(schedules.schedule[product].ready);
     const int count = (schedules.schedule[product].ready_count() + 3) / 4;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += kPlanThreads) flags[i] = uint4{};
+    for (int i = threadIdx.x; i < count; i += kScheduleThreads) flags[i] = uint4{};
   }
 }
 static_assert(kReadyFlags % 4 == 0, "flags are zeroed by fours");
