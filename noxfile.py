@@ -26,7 +26,7 @@ SMOKE = (
     "tests/nn/experts/test_moe.py",
     "tests/nn/linear",
     "tests/nn/saving/test_saved_folder.py",
-    "tests/checkpoint/test_patterns.py",
+    "tests/checkpoint/formats/test_patterns.py",
     "tests/models/test_default_dtype.py",
     "tests/inference/test_generation.py",
     "tests/cli/test_cli.py",

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from jax_nvfp4_moe.checkpoint.errors import printable
 from jax_nvfp4_moe.checkpoint.folder import expand_home
 
 # A white background, also behind labels: the picture reads on a dark page too.
@@ -38,9 +39,11 @@ def check_plot(path: str | pathlib.Path) -> None:
     kinds = _figure_class()().canvas.get_supported_filetypes()
     path = expand_home(path)
     if path.suffix.lower().removeprefix(".") not in kinds:
-        raise ValueError(f"plot: expected a name ending in .{' or .'.join(kinds)}; got {path}")
+        raise ValueError(
+            f"plot: expected a name ending in .{' or .'.join(kinds)}; got {printable(path)}"
+        )
     if not path.parent.is_dir():
-        raise ValueError(f"plot: expected a folder that exists; got {path.parent}")
+        raise ValueError(f"plot: expected a folder that exists; got {printable(path.parent)}")
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ class CheckpointError(ValueError):
         super().__init__(self._message())
 
     def _message(self) -> str:
-        place = f"{self.where}: " if self.where else ""
+        place = f"{printable(self.where)}: " if self.where else ""
         if len(self.problems) == 1:
             return place + self.problems[0]
         lines = "".join(f"\n  {problem}" for problem in self.problems[:_MOST_LINES])
@@ -66,6 +66,14 @@ class Problems(list[str]):
         """Raise all problems as one `CheckpointError`, if there are any."""
         if self:
             raise CheckpointError(self, where)
+
+
+def printable(path: object) -> str:
+    r"""Return a path for a message: as it is, with what would break the line as escapes.
+
+    A folder's name may hold a line feed, which becomes ``\n``, and bytes that no encoding writes.
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(path))
 
 
 def quoted(value: object) -> str:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.errors import Problems, quoted
+from jax_nvfp4_moe.checkpoint.errors import Problems, printable, quoted
 from jax_nvfp4_moe.checkpoint.experts.finding import find_experts
 from jax_nvfp4_moe.checkpoint.experts.forms import has_experts, settle_experts, unknown_experts
 from jax_nvfp4_moe.checkpoint.folder import read_num_layers
@@ -81,7 +81,7 @@ class WeightTable:
         self._finder = Finder(
             checkpoint.tensors, checkpoint.quant, checkpoint.key_mapping, self._options.input_scales
         )
-        self._cache_scales = CacheScaleFinder(self._finder, str(checkpoint.folder))
+        self._cache_scales = CacheScaleFinder(self._finder, printable(checkpoint.folder))
         self.requests = Requests()
         self._unknown_experts: list[str] = []
 
@@ -310,10 +310,10 @@ class WeightTable:
         self._cache_scales.report(cache and cache.source, scopes, num_layers)
         for modules, sentence in finder.warnings.values():
             others = f", and so for {len(modules) - 1} other modules" if len(modules) > 1 else ""
-            log.warning("%s: %s%s", checkpoint.folder, sentence, others)
+            log.warning("%s: %s%s", printable(checkpoint.folder), sentence, others)
         problems.finish(str(checkpoint.folder))
         for fact, count in finder.notes.items():
-            log.info("%s: %s (%d)", checkpoint.folder, fact, count)
+            log.info("%s: %s (%d)", printable(checkpoint.folder), fact, count)
         return finder.nbytes
 
     def raise_problems(self) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.checkpoint.errors import printable, quoted
 from jax_nvfp4_moe.cli.devices import list_devices, memory_of
 from jax_nvfp4_moe.cli.options import LARGEST, BackendOption, DtypeOption, SchemeOption, number
 from jax_nvfp4_moe.cli.output import say, show, table, to_json
@@ -73,7 +73,7 @@ def bench_command(
         title = f"{experts} experts {hidden} > {intermediate}, top {top_k}, {dtype}, on {device}"
         with drawing(plot, (10.0, 5.6)) as figure:
             draw_roofline(figure, cells, limits, title)
-        say(f"wrote {plot}")
+        say(f"wrote {printable(plot)}")
     if as_json:
         show(to_json({"device": device, "dtype": dtype, **sizes, **report(cells, limits)}))
     else:

@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, printable
 from jax_nvfp4_moe.checkpoint.folder import expand_home, find_folder
 from jax_nvfp4_moe.cli.escaping import escape_line
 from jax_nvfp4_moe.cli.inspection import any_layer, bytes_report, describe, measure_bytes
@@ -103,7 +103,7 @@ def inspect_command(
     truth = "its dequantized weights" if original is None else expand_home(original).resolve().name
     if plot is not None:
         plot_errors(found, plot, truth=truth)
-        say(f"wrote {plot}")
+        say(f"wrote {printable(plot)}")
     if as_json:
         show(to_json({"truth": truth, "tokens": len(ids), "errors": error_report(found)}))
         return
@@ -118,7 +118,7 @@ def _show(path, load, as_json, plot) -> None:
         with drawing(plot, chart_size(modules)) as figure:
             folder = expand_home(path)
             draw_bytes(figure, modules, folder.resolve().name if folder.is_dir() else str(path))
-        say(f"wrote {plot}")
+        say(f"wrote {printable(plot)}")
     show(to_json(bytes_report(path, load)) if as_json else describe(path, load))
 
 
@@ -136,7 +136,7 @@ def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
     stands for their text.
     """
     if text is None and not (find_folder(path) / TOKENIZER).exists():
-        say(f"{path} has no {TOKENIZER}; the text is {tokens} random token ids")
+        say(f"{printable(path)} has no {TOKENIZER}; the text is {tokens} random token ids")
         size = abstract_model(path).model.config.vocab_size
         return np.random.default_rng(0).integers(0, size, tokens), None
     tokenizer = load_tokenizer(path)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from jax_nvfp4_moe.checkpoint.errors import printable
 from jax_nvfp4_moe.checkpoint.folder import expand_home
 
 LARGEST = 2**31 - 1  # what the index types of JAX hold
@@ -165,7 +166,9 @@ def read_text(path: pathlib.Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8; decoding failed: {error}") from None
+        raise ValueError(
+            f"{printable(path)}: expected text in UTF-8; decoding failed: {error}"
+        ) from None
 
 
 def read_argument(name: str, text: str) -> str:

@@ -22,7 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, printable
 from jax_nvfp4_moe.inference.chat_template import DEFAULT
 from jax_nvfp4_moe.inference.generation import round_up, stream
 from jax_nvfp4_moe.inference.not_finite import warn_not_finite
@@ -157,7 +157,7 @@ class HarnessModel(TemplateLM):
         if add_bos_token and self._bos is None:
             LOG.warning(
                 "add_bos_token: the tokenizer of %s has no bos_token, so texts start without one",
-                self._path,
+                printable(self._path),
             )
 
     def _special_id(self, name: str) -> int | None:
@@ -173,8 +173,8 @@ class HarnessModel(TemplateLM):
             return found
         if not self.text_tokenizer.stop_ids:
             raise ValueError(
-                f"{self._path}: expected eos_token in {TOKENIZER_CONFIG}, or eos_token_id in "
-                "generation_config.json or config.json; found none of them"
+                f"{printable(self._path)}: expected eos_token in {TOKENIZER_CONFIG}, or "
+                "eos_token_id in generation_config.json or config.json; found none of them"
             )
         return self.text_tokenizer.stop_ids[0]
 
@@ -253,8 +253,9 @@ class HarnessModel(TemplateLM):
             return default
         if chat_template not in self._templates:
             raise ValueError(
-                f"apply_chat_template: expected the name of a chat template of {self._path}, one "
-                f"of {', '.join(sorted(self._templates))}; got {chat_template!r}"
+                "apply_chat_template: expected the name of a chat template of "
+                f"{printable(self._path)}, one of "
+                f"{', '.join(map(printable, sorted(self._templates)))}; got {chat_template!r}"
             )
         LOG.warning(
             "apply_chat_template: the harness stores the chat template %r with its results, but "

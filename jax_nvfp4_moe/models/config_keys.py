@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, printable, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, read_json
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.numerics.routing import Router
@@ -402,7 +402,7 @@ def warn_of_generation_keys(folder: Any) -> None:
     if found:
         _LOG.warning(
             "%s: %s: not applied, because `generate` does not implement it: %s",
-            folder,
+            printable(folder),
             GENERATION_CONFIG,
             ", ".join(found),
         )

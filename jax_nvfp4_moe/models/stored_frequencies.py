@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.checkpoint.errors import printable, quoted
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.weights.stored_forms import FLOATS
 from jax_nvfp4_moe.numerics.rope import Rope
@@ -39,7 +39,7 @@ def warn_of_other_frequencies(checkpoint: Checkpoint, config: Any) -> None:
         _LOG.warning(
             "%s: %d tensors such as %s differ from the rotary frequencies of the configuration, "
             "which are used",
-            checkpoint.folder,
+            printable(checkpoint.folder),
             len(other),
             quoted(other[0]),
         )

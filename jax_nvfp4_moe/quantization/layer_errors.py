@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.errors import printable
 from jax_nvfp4_moe.figures import drawing
 from jax_nvfp4_moe.inference.not_finite import warn_not_finite
 from jax_nvfp4_moe.models.loading import abstract_model, load_model
@@ -89,8 +90,8 @@ def available_schemes(path: str | pathlib.Path) -> tuple[str, ...]:
     quantized = [p for p in params if isinstance(p, MoEParams)]
     if not quantized:
         raise ValueError(
-            f"path: expected a checkpoint with NVFP4 experts, whose errors can be measured; {path} "
-            "has none"
+            "path: expected a checkpoint with NVFP4 experts, whose errors can be measured; "
+            f"{printable(path)} has none"
         )
     if all(p.has_input_scales for p in quantized):
         return str(Scheme.W4A16), str(Scheme.W4A4)
@@ -223,8 +224,8 @@ def check_original(path: str | pathlib.Path, original: str | pathlib.Path) -> No
     for name in sorted(sizes.keys() | others.keys()):
         if sizes.get(name) != others.get(name):
             raise ValueError(
-                f"original: expected the model from which {path} was quantized; {name}: expected "
-                f"{sizes.get(name, 'none')}, got {others.get(name, 'none')}"
+                f"original: expected the model from which {printable(path)} was quantized; "
+                f"{name}: expected {sizes.get(name, 'none')}, got {others.get(name, 'none')}"
             )
 
 

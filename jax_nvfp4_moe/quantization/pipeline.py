@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, printable
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home, locate
 from jax_nvfp4_moe.checkpoint.formats import compressed_tensors, modelopt
@@ -472,7 +472,8 @@ def check_destination(destination: pathlib.Path) -> None:
     """Raise ValueError if something stands at `destination`."""
     if not is_free(destination):
         raise ValueError(
-            f"destination: expected a folder that is empty or does not exist, got {destination}"
+            "destination: expected a folder that is empty or does not exist, got "
+            f"{printable(destination)}"
         )
 
 

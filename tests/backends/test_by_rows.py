@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support.devices.host_devices import collectives, make_mesh
+from support.ops.numpy_weights import random_experts, random_tensor
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
@@ -15,7 +16,6 @@ from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.backends.kernel_call import kernel_call
 from jax_nvfp4_moe.ops.chosen_keys import choose_keys
 from jax_nvfp4_moe.ops.moves import read_rows, write_tokens
-from jax_nvfp4_moe.testing import random_moe_params
 
 pytestmark = pytest.mark.eight_devices
 
@@ -24,24 +24,27 @@ RANDOM = np.random.default_rng(0)
 
 
 def normal(*shape, dtype=jnp.bfloat16):
-    return jnp.asarray(RANDOM.standard_normal(shape, np.float32), dtype)
+    return RANDOM.standard_normal(shape, np.float32).astype(dtype)
 
 
 def integers(high, *shape):
-    return jnp.asarray(RANDOM.integers(0, high, shape), jnp.int32)
+    return RANDOM.integers(0, high, shape, np.int32)
 
 
-WEIGHT = nvfp4.quantize(normal(32, 64, dtype=jnp.float32))
-PARAMS = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
-PREPARED = nvfp4.prepare(PARAMS, scheme="w4a16")
+WEIGHT = random_tensor(0, 32, 64)
+PARAMS = random_experts(0, 4, 64, 32)
 X = normal(16, 64)
-IDS, WEIGHTS = integers(4, 16, 2), jnp.asarray(RANDOM.random((16, 2), np.float32))
+IDS, WEIGHTS = integers(4, 16, 2), RANDOM.random((16, 2), np.float32)
 Q, K, V = normal(8, 4, 4, 64), normal(8, 2, 16, 64), normal(8, 2, 16, 64)
-POSITIONS = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (8, 4))
-ONE = jnp.full((8, 1), 5, jnp.int32)
-CACHE = jnp.zeros((8, 2, 8, 4))
+POSITIONS = np.tile(np.arange(4, dtype=np.int32), (8, 1))
+ONE = np.full((8, 1), 5, np.int32)
+CACHE = np.zeros((8, 2, 8, 4), np.float32)
 STATE = normal(8, 2, 3, 16, 8, dtype=jnp.float32)
-moe_mlp = functools.partial(ops.moe_mlp, scheme="w4a16")
+
+
+def moe_mlp(x, ids, weights, params):
+    """Run experts in the layout of their kernel."""
+    return ops.moe_mlp(x, nvfp4.prepare(params, scheme="w4a16"), ids, weights, scheme="w4a16")
 
 
 def quantize(x):
@@ -69,7 +72,7 @@ def prepare_latents(down, positions, cache):
 # Op -> the function, its rows, and what every device holds.
 FORWARD = {
     "linear-of-sequences": (ops.linear, (normal(16, 3, 64),), (WEIGHT,)),
-    "moe_mlp": (lambda x, i, w, p: moe_mlp(x, p, i, w), (X, IDS, WEIGHTS), (PREPARED,)),
+    "moe_mlp": (moe_mlp, (X, IDS, WEIGHTS), (PARAMS,)),
     "attention": (ops.attention, (Q, K, V, POSITIONS), ()),
     "latent-attention": (
         lambda q, k, p: ops.attention(q, k, None, p, value_width=32),
@@ -79,7 +82,7 @@ FORWARD = {
     "fp8-attention": (
         lambda q, k, v, p, s: ops.attention(q, k, v, p, k_scale=s, v_scale=s),
         (Q, K.astype(jnp.float8_e4m3fn), V.astype(jnp.float8_e4m3fn), POSITIONS),
-        (jnp.ones(2),),
+        (np.ones(2, np.float32),),
     ),
     "norm": (
         lambda x, added, w: ops.add_rms_norm(x, added, w, eps=1e-6),
@@ -90,10 +93,10 @@ FORWARD = {
     "route": (functools.partial(ops.route, nvfp4.Router(2)), (normal(16, 8),), ()),
     "gated_delta_step": (
         step,
-        (normal(8, 1, 172, dtype=jnp.float32), ONE, jnp.zeros((8, 3, 112)), STATE),
+        (normal(8, 1, 172, dtype=jnp.float32), ONE, np.zeros((8, 3, 112), np.float32), STATE),
         (),
     ),
-    "convolution": (convolve, (normal(8, 16, 12), jnp.zeros((8, 3, 8), jnp.bfloat16)), ()),
+    "convolution": (convolve, (normal(8, 16, 12), np.zeros((8, 3, 8), jnp.bfloat16)), ()),
     "gate_heads": (ops.gate_heads, (normal(16, 4, 64), normal(16, 4)), ()),
     "prepare_heads": (
         ops.prepare_heads,
@@ -102,7 +105,7 @@ FORWARD = {
     ),
     "prepare_latents": (
         prepare_latents,
-        (normal(8, 1, 28, dtype=jnp.float32), ONE, jnp.zeros((8, 1, 8, 12))),
+        (normal(8, 1, 28, dtype=jnp.float32), ONE, np.zeros((8, 1, 8, 12), np.float32)),
         (),
     ),
 }
@@ -164,9 +167,9 @@ def linear_with_bias(x, weight, bias):
 GRADIENTS = {
     "linear": (gradient(linear_with_bias, 0, 2), (X,), (WEIGHT, normal(32, dtype=jnp.float32)), 1),
     "moe_mlp": (
-        gradient(lambda x, w, i, p: moe_mlp(x, p, i, w), 0, 1),
+        gradient(lambda x, w, i, p: moe_mlp(x, i, w, p), 0, 1),
         (X, WEIGHTS, IDS),
-        (PREPARED,),
+        (PARAMS,),
         0,
     ),
     "attention": (gradient(ops.attention, 0, 1, 2), (Q, K, V, POSITIONS), (), 0),

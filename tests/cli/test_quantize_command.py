@@ -9,6 +9,7 @@ import sys
 import pytest
 from support.files import letters
 from support.files.checkpoint_edits import read_all
+from support.files.full_disk import full_disk
 from support.files.given import EXAMPLE
 from support.files.unquantized import SMALL, read_config, tokens, write_source
 
@@ -111,26 +112,15 @@ def test_activations_that_are_not_finite(source_with_tokenizer, tmp_path, capsys
     assert not (tmp_path / "q").exists()
 
 
-LIMITED = """
-import resource, sys
-from jax_nvfp4_moe.cli.app import main
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-main(sys.argv[2:])
-"""
-
-
 def test_a_disk_that_is_full_is_named_and_a_second_try_works(tmp_path, capsys):
     """No file may exceed 30 KB. The weights do not fit into that, and all other files do."""
     q = tmp_path / "q"
     arguments = [str(SMALL / "source"), str(q)]
-    command = [sys.executable, "-c", LIMITED, "30000", "quantize", *arguments]
-    # The limit would also truncate compiled programs in the cache that other processes read.
-    alone = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    with full_disk(30_000):
+        status, out, err = call(capsys, "quantize", *arguments)
+    assert (status, out) == (2, "")
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "model.safetensors: File too large" in line
     assert f"mounted at {mount_point(tmp_path)} has" in line
     assert not q.exists()

@@ -1,6 +1,6 @@
 """Test chunked prefill: results do not depend on the chunk, and few programs are compiled.
 
-`test_long_text` compares the logits of chunks with those of single tokens, for each mixer.
+`test_long_text` compares the logits of chunks with those of small pieces, for each mixer.
 """
 
 import numpy as np

@@ -4,7 +4,8 @@ Texts of 5000 tokens are compared with transformers, and with chunks that have s
 them.
 
 A piece has fewer queries than a block of attention and fewer tokens than a chunk of a recurrent
-mixer. `test_architectures` checks the results of such pieces on shorter texts.
+mixer. `test_architectures` checks the results of such pieces on shorter texts. Single tokens would
+take several times as long; `generate` computes those behind the prompt.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jax_nvfp4_moe.inference.prefill import empty_cache, padded_length, prefill_
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.ops.causal_attention import meaning
 
-PROMPT, NEW = 700, 200
+PROMPT, NEW, PIECE = 700, 200, 9
 TEXT = PROMPT + NEW
 # Bound of the worst logit, in units of the root mean square of all logits. Another order of float32
 # sums causes 1.4e-6 to 8.6e-6, most of it in gated delta nets.
@@ -86,14 +87,13 @@ def error_of_5000_tokens(name, logits):
     return error(np.asarray(logits)[rows][:, there["positions"]], there[name][rows])
 
 
-def check(model, prompt, lengths=None, piece=1, **how):
+def check(model, prompt, lengths=None, **how):
     """Check that logits do not depend on the pieces, and that `generate` follows these logits.
 
     Args:
       model: model in float32.
       prompt: token ids ``[b, PROMPT]``.
       lengths: number of tokens in each prompt. None means PROMPT for all.
-      piece: number of tokens in a piece, 1 by default.
       how: further arguments of `generate`.
 
     Returns:
@@ -108,7 +108,7 @@ def check(model, prompt, lengths=None, piece=1, **how):
     new = lengths[:, None] + np.arange(NEW)
     text = np.pad(prompt, ((0, 0), (0, NEW)))
     np.put_along_axis(text, new, tokens, axis=1)
-    expected = np.asarray(in_pieces(model, text, piece))
+    expected = np.asarray(in_pieces(model, text, PIECE))
     assert error(run(model, text), expected) <= BOUND
     before = np.take_along_axis(expected, new[..., None] - 1, axis=1)
     chosen = np.take_along_axis(before, tokens[..., None], axis=-1)[..., 0]
@@ -185,7 +185,7 @@ def test_the_bound_of_5000_tokens_catches_a_fault(name, changes, tmp_path):
 def test_a_long_text_of_the_example():
     model = load_model(EXAMPLE, dtype=jnp.float32)
     text = (EXAMPLE_REFERENCE / "heldout.txt").read_text(encoding="utf-8")
-    check(model, load_tokenizer(EXAMPLE).encode(text)[None, :PROMPT], piece=9)
+    check(model, load_tokenizer(EXAMPLE).encode(text)[None, :PROMPT])
 
 
 def test_the_last_position_is_the_last_that_is_taken(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from support.devices.host_devices import call
 from support.files.checkpoint_edits import GIVEN, W4A4, edited, read_all
 from support.files.given import CHECKPOINTS, reference_tensors
+from support.models.architecture import KERNELS
 
 from jax_nvfp4_moe import CheckpointError, explain, generate, load_model, load_moe
 from jax_nvfp4_moe.checkpoint import open_checkpoint
@@ -26,7 +27,6 @@ CT_MIXED = "qwen3_moe-ct-mixed"
 CT_KV = "qwen3_moe-ct-w4a4-kv8"
 FAULTS = "qwen3_moe-modelopt-w4a4-faults"
 LATENT = "deepseek_v3-modelopt-mixed-w4a16-kv8"
-EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 BOUND = 1e-5
 IDS = np.arange(32, dtype=np.int32).reshape(2, 16) % 128
 
@@ -56,7 +56,7 @@ def copied(tmp_path, name, edit=lambda tensors: None, **quantization):
 
 
 def logits_of(folder, **options):
-    return np.asarray(call(load_model(folder, **(EXACT | options)), IDS))
+    return np.asarray(call(load_model(folder, **(KERNELS | options)), IDS))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def logits_of(folder, **options):
     ],
 )
 def test_linears_in_fp8_beside_nvfp4_experts(name, checkpoint_scheme, linears):
-    model = load_model(CHECKPOINTS / name, **EXACT)
+    model = load_model(CHECKPOINTS / name, **KERNELS)
     attention = model.layers[0].attention
     assert attention.qkv.names == linears
     for part in (*(getattr(attention.qkv, name) for name in linears), attention.out):
@@ -82,7 +82,7 @@ def test_linears_in_fp8_beside_nvfp4_experts(name, checkpoint_scheme, linears):
 
 def test_sixteen_bit_activations_where_asked():
     """Weights stay in FP8, and no activation is rounded. The difference in logits is not small."""
-    model = load_model(CHECKPOINTS / MIXED, **(EXACT | {"scheme": "w4a16"}))
+    model = load_model(CHECKPOINTS / MIXED, **(KERNELS | {"scheme": "w4a16"}))
     assert model.layers[0].attention.out.activations is FP8ActivationScaling.WEIGHTS
     assert model.layers[0].attention.kv.scales is None
     logits = reference_tensors(CHECKPOINTS / MIXED)["logits"]
@@ -129,14 +129,14 @@ def test_layers_that_are_not_quantized_run_with_the_same_weights(tmp_path, layer
         tmp_path, MIXED, edit, quantized_layers=kept, kv_cache_quant_algo=None, kv_cache_scheme=None
     )
     requested_scheme = {"scheme": "w4a16"}
-    model = load_model(folder, **(EXACT | requested_scheme))
+    model = load_model(folder, **(KERNELS | requested_scheme))
     assert isinstance(model.layers[1].mlp.experts.params.get_value(), DenseExperts)
     assert isinstance(model.layers[1].attention.out, DenseLinear)
     whole = logits_of(CHECKPOINTS / MIXED, **requested_scheme)
     assert relative(call(model, IDS), whole) < BOUND
-    moe = load_moe(folder, 1, **EXACT)
+    moe = load_moe(folder, 1, **KERNELS)
     x = np.random.default_rng(0).standard_normal((7, 64), np.float32)
-    same = load_moe(CHECKPOINTS / MIXED, 1, **EXACT)
+    same = load_moe(CHECKPOINTS / MIXED, 1, **KERNELS)
     assert relative(call(moe, x), np.asarray(call(same, x))) < BOUND
     assert relative(call(moe, x[::-1]), np.asarray(call(same, x))) > 0.1
     assert generate(model, IDS, max_new_tokens=2).shape == (2, 2)
@@ -174,10 +174,10 @@ def test_experts_in_fp8(tmp_path):
     folder = copied(
         tmp_path, MIXED, edit, quantized_layers=table, exclude_modules=router, ignore=router
     )
-    moe = load_moe(folder, 1, **EXACT)
+    moe = load_moe(folder, 1, **KERNELS)
     assert moe.experts.checkpoint_scheme is FP8ActivationScaling.STATIC
     x = np.random.default_rng(0).standard_normal((7, 64), np.float32)
-    same = load_moe(CHECKPOINTS / MIXED, 1, **EXACT)
+    same = load_moe(CHECKPOINTS / MIXED, 1, **KERNELS)
     assert 1e-4 < relative(call(moe, x), np.asarray(call(same, x))) < 0.2
     assert "8 experts 64 > 48, top 2; FP8 fp8" in inspect(folder)
 
@@ -186,7 +186,7 @@ def test_experts_in_fp8(tmp_path):
 def test_a_cache_in_fp8_has_half_the_bytes_and_the_same_logits(name):
     tensors = reference_tensors(CHECKPOINTS / name)
     ids = tensors["input_ids"].astype(np.int32)
-    model = load_model(CHECKPOINTS / name, **EXACT)
+    model = load_model(CHECKPOINTS / name, **KERNELS)
     whole = np.asarray(call(model, ids))
     cache = model.init_cache(len(ids), 20)
     assert {entry.dtype for entry in cache.layers[0].values()} == {jnp.dtype(jnp.float8_e4m3fn)}
@@ -205,7 +205,7 @@ def test_the_bound_catches_a_scale_of_the_cache_that_is_not_read(tmp_path):
 
     tensors = reference_tensors(CHECKPOINTS / MIXED)
     ids = tensors["input_ids"].astype(np.int32)
-    model = load_model(copied(tmp_path, MIXED, edit), **EXACT)
+    model = load_model(copied(tmp_path, MIXED, edit), **KERNELS)
     scales = model.layers[0].attention.kv.scales
     assert float(scales["k"].get_value()[0]) == 1
     assert relative(call(model, ids), tensors["logits"]) > 100 * BOUND
@@ -216,7 +216,7 @@ def test_scales_of_the_cache_that_cannot_be_are_one(tmp_path, caplog):
         tensors["model.layers.0.self_attn.k_proj.k_scale"] = np.float32(0)
         tensors["model.layers.1.self_attn.v_proj.v_scale"] = np.array([np.nan, 2], np.float32)
 
-    model = load_model(copied(tmp_path, MIXED, edit), **EXACT)
+    model = load_model(copied(tmp_path, MIXED, edit), **KERNELS)
     first, second = (layer.attention.kv.scales for layer in model.layers)
     np.testing.assert_array_equal(first["k"].get_value(), [1, 1])
     np.testing.assert_array_equal(second["v"].get_value(), [1, 2])
@@ -227,7 +227,7 @@ def test_scales_of_the_cache_that_cannot_be_are_one(tmp_path, caplog):
 
 
 def test_latent_attention_rounds_the_keys_and_values_of_all_heads():
-    model = load_model(CHECKPOINTS / LATENT, **EXACT)
+    model = load_model(CHECKPOINTS / LATENT, **KERNELS)
     assert model.init_cache(1, 4).layers[0]["latent"].dtype == jnp.float32
     assert model.layers[0].attention.kv.scales["k"].get_value().shape == (4,)
 
@@ -236,14 +236,14 @@ def test_latent_attention_rounds_the_keys_and_values_of_all_heads():
 def test_other_caches_are_named(tmp_path, algorithm):
     folder = copied(tmp_path, MIXED, kv_cache_quant_algo=algorithm)
     with pytest.raises(CheckpointError, match=f"kv_cache_quant_algo: '{algorithm}' is not supp"):
-        load_model(folder, **EXACT)
+        load_model(folder, **KERNELS)
     assert load_model(folder, scheme="w4a16").layers[0].attention.kv.scales is None
 
 
 def test_faults_of_tools_are_survived(caplog):
     """The file has null characters, a string as group_size, and bad or distant scales."""
     caplog.set_level(logging.INFO, "jax_nvfp4_moe")
-    model = load_model(CHECKPOINTS / FAULTS, **EXACT)
+    model = load_model(CHECKPOINTS / FAULTS, **KERNELS)
     params = model.layers[0].mlp.experts.params.get_value()
     ratio = np.asarray(params.gate_up.global_scale[:, 0] / params.gate_up.global_scale[:, 1])
     assert params.gate_up.global_scale.shape == (8, 2)
@@ -262,7 +262,7 @@ def test_an_input_scale_of_fp8_that_is_missing_is_a_problem_only_where_it_is_rea
     with pytest.raises(
         CheckpointError, match=r"o_proj' is declared fp8, but the file has no input"
     ):
-        load_model(folder, **EXACT)
+        load_model(folder, **KERNELS)
     load_model(folder, scheme="w4a16")
 
 
@@ -279,14 +279,14 @@ def test_fp8_linears_that_do_not_fit(tmp_path, name, value, expected):
         tensors[f"model.layers.0.self_attn.o_proj.{name}"] = value
 
     with pytest.raises(CheckpointError, match=expected):
-        load_model(copied(tmp_path, MIXED, edit), **EXACT)
+        load_model(copied(tmp_path, MIXED, edit), **KERNELS)
 
 
 def test_fp8_that_is_declared_dense_stays_fp8(tmp_path, caplog):
     module = "model.layers.0.self_attn.o_proj"
     folder = copied(tmp_path, MIXED, ignore=[module], exclude_modules=[module])
     np.testing.assert_array_equal(
-        logits_of(folder, **EXACT), logits_of(CHECKPOINTS / MIXED, **EXACT)
+        logits_of(folder, **KERNELS), logits_of(CHECKPOINTS / MIXED, **KERNELS)
     )
     assert f"'{module}' holds FP8 values but is declared dense (hf_quant_config" in caplog.text
     assert "it is read as fp8" in caplog.text
@@ -348,8 +348,8 @@ def test_global_scales_of_gate_and_up_that_differ_are_kept_exactly(tmp_path):
             name = f"model.layers.1.mlp.experts.{expert}.up_proj.weight_scale_2"
             tensors[name] = np.float32(tensors[name] * (1 + expert % 10))
 
-    params = load_moe(edited(tmp_path, W4A4, edit), 1, **EXACT).experts.params.get_value()
-    given = load_moe(GIVEN / W4A4, 1, **EXACT).experts.params.get_value()
+    params = load_moe(edited(tmp_path, W4A4, edit), 1, **KERNELS).experts.params.get_value()
+    given = load_moe(GIVEN / W4A4, 1, **KERNELS).experts.params.get_value()
     factor = np.float32(1) + np.arange(16, dtype=np.float32) % 10
     np.testing.assert_array_equal(
         params.gate_up.global_scale[:, 0], given.gate_up.global_scale[:, 0]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.files.given import CHECKPOINTS, reference_tensors
+from support.models.architecture import KERNELS
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
@@ -17,13 +18,12 @@ NEXT = CHECKPOINTS / "qwen3_next-modelopt-w4a16"
 # value heads per key head, values wider than keys, a convolution of 3 taps, an epsilon of 1e-3.
 OPTIONS = CHECKPOINTS / "qwen3_next-options-modelopt-w4a16"
 QWEN35 = CHECKPOINTS / "qwen3_5_moe-modelopt-w4a16"
-EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 step = jax.jit(lambda model, ids, cache, lengths: model(ids, cache, lengths=lengths))
 
 
 def test_padding_leaves_states_as_they_are():
     """The row without tokens keeps states, keys and values bit for bit. The other row goes on."""
-    model = load_model(OPTIONS, **EXACT)
+    model = load_model(OPTIONS, **KERNELS)
     ids = jnp.tile(jnp.asarray(reference_tensors(OPTIONS)["input_ids"], jnp.int32), (2, 1))
     _, cache = step(model, ids[:, :9], model.init_cache(2, 16), jnp.array([9, 9], jnp.int32))
     _, after = step(model, ids[:, 9:12], cache, jnp.array([0, 1], jnp.int32))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.ops.numpy_weights import random_tensor
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
@@ -18,12 +19,8 @@ CUDA = nvfp4.Target("cuda", (9, 0))
 KEY = jax.random.key(0)
 
 
-def weight(seed, n, k):
-    return nvfp4.quantize(jax.random.normal(jax.random.key(seed), (n, k)))
-
-
-WIDE, NARROW = weight(1, 96, 64), weight(2, 64, 96)
-X = jax.random.normal(KEY, (4, 64), jnp.bfloat16)
+WIDE, NARROW = random_tensor(1, 96, 64), random_tensor(2, 64, 96)
+X = np.random.default_rng(0).standard_normal((4, 64)).astype(jnp.bfloat16)
 
 
 def linear(x, matrix):
@@ -209,7 +206,7 @@ def test_a_convolution_ends_a_chain():
         parts, _ = ops.causal_convolution(normal[None], positions, past, weight=taps, **options)
         return linear(parts[0][0].astype(jnp.bfloat16), weight_of_32), parts
 
-    weight_of_32 = weight(3, 64, 32)
+    weight_of_32 = random_tensor(3, 64, 32)
     x = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
     positions = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     past = jax.ShapeDtypeStruct((1, 3, 64), jnp.bfloat16)
@@ -305,7 +302,7 @@ def run_dense(**changes):
     call = jax.ffi.ffi_call("nvfp4_call_chain_cpu", shapes)
     matrix = jax.random.normal(KEY, (32, 64), jnp.bfloat16)
     attributes = {f"call_000000_{name}": value for name, value in parts.items()}
-    x = X.astype(jnp.float32)
+    x = X.astype(np.float32)
     alone = DENSE_CPU.lower["dense"](x, matrix, None, jnp.float32)
     return np.asarray(call(x, matrix, **attributes)[0]), np.asarray(alone)
 

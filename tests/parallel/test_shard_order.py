@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.ops.numpy_weights import random_experts
 
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, NVFP4Tensor, quantize
 from jax_nvfp4_moe.parallel import shard_order
 from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, ShardSpec, array_layouts
-from jax_nvfp4_moe.testing import random_moe_params
 
-PARAMS = random_moe_params(jax.random.key(0), num_experts=3, hidden=80, intermediate=96)
+PARAMS = random_experts(0, 3, 80, 96)
 to_shards = jax.jit(shard_order.to_shards, static_argnums=(1, 2))
 to_one_device = jax.jit(shard_order.to_one_device, static_argnums=1)
 HALVES = ShardLayout("rows", ((48, 2), (48, 2)), 2)  # gate and up rows of two shards

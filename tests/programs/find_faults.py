@@ -92,8 +92,10 @@ def _index():
     found = {}
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
+        lines = text.splitlines(keepends=True)
         for name, node in _definitions(ast.parse(text)):
-            definition = ast.get_source_segment(text, node)
+            # `ast.get_source_segment` would divide the whole text into lines again.
+            definition = "".join(lines[node.lineno - 1 : node.end_lineno]).strip()
             found.setdefault(name, []).append((path.relative_to(PACKAGE), definition))
     return found
 

@@ -10,13 +10,13 @@ import pytest
 from support.devices.host_devices import call
 from support.files.checkpoint_edits import edited, read_all
 from support.files.given import CHECKPOINTS, reference_tensors
+from support.models.architecture import EXACT
 
 from jax_nvfp4_moe import CheckpointError, cast_model, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.export import write_folder
 from jax_nvfp4_moe.cli import app as cli
 
 GPT_OSS = CHECKPOINTS / "gpt_oss-mxfp4"
-EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 
 
 def run(capsys, *arguments):

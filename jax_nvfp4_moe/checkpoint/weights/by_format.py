@@ -234,9 +234,13 @@ def _swapped_blocks(finder, packed, stem, one: Projection) -> bool | None:
     """Return whether k comes before n in a stack of NVFP4.
 
     If the codes fit both orders, the shape of their block scales decides. The result is None if
-    neither order fits or nothing decides, which is a problem.
+    neither order fits or nothing decides, which is a problem. Elements of four bits are stored
+    along k, because the two codes of a byte have the same row.
     """
     e, n, k = one.experts, one.n, one.k
+    codes = finder.find(packed)
+    if codes is not None and codes.dtype == "F4":
+        return False
     block_scale = stem + finder.names.block_scale
     for name, columns in ((packed, k // 2), (block_scale, k // BLOCK)):
         info = finder.find(name)
@@ -244,9 +248,9 @@ def _swapped_blocks(finder, packed, stem, one: Projection) -> bool | None:
         fits = found == (e, n, columns), found == (e, columns, n)
         if fits[0] != fits[1]:
             return fits[1]
-    if finder.find(block_scale) is None and finder.find(packed) is not None:
+    if finder.find(block_scale) is None and codes is not None:
         finder.problems.append(
-            f"{quoted(packed)} is ambiguous: {finder.find(packed)} may be [e, n, k/2] or "
+            f"{quoted(packed)} is ambiguous: {codes} may be [e, n, k/2] or "
             f"[e, k/2, n] with n = {n} and k = {k}; expected {quoted(block_scale)} beside it, "
             "whose shape would tell"
         )

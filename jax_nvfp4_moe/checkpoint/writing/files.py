@@ -9,6 +9,8 @@ import pathlib
 import shutil
 from collections.abc import Iterable, Iterator
 
+from jax_nvfp4_moe.checkpoint.errors import printable
+
 PARTIAL = ".partial"
 _STAGE = f".jax-nvfp4-moe{PARTIAL}"
 LOCK = ".jax-nvfp4-moe.lock"
@@ -81,14 +83,14 @@ def sole_writer(folder: pathlib.Path) -> Iterator[None]:
         except OSError as error:  # some network file systems have no locks
             _LOG.warning(
                 "%s cannot be locked (%s): make sure that no other process writes to it",
-                folder,
+                printable(folder),
                 error.strerror,
             )
             held = True
         if not held:
             raise ValueError(
-                f"another process is writing to {folder}: wait until it has ended, or choose "
-                "another folder"
+                f"another process is writing to {printable(folder)}: wait until it has ended, or "
+                "choose another folder"
             )
         try:
             yield
@@ -135,7 +137,8 @@ def staged_folder(folder: pathlib.Path, last: str) -> Iterator[pathlib.Path]:
     with claimed_folder(folder):
         if not is_free(folder):
             raise ValueError(
-                f"destination: expected a folder that is empty or does not exist, got {folder}"
+                "destination: expected a folder that is empty or does not exist, got "
+                f"{printable(folder)}"
             )
         with _moved_at_the_end(folder, last) as stage:
             yield stage
@@ -178,6 +181,6 @@ def _naming_device(path) -> Iterator[None]:
         room = "make room there or choose" if error.errno in _FULL else "choose"
         raise OSError(
             error.errno,
-            f"cannot write {path}: {error.strerror}. The device mounted at {mount} has "
-            f"{free:.1f} MiB free; {room} another folder, and try again",
+            f"cannot write {printable(path)}: {error.strerror}. The device mounted at "
+            f"{printable(mount)} has {free:.1f} MiB free; {room} another folder, and try again",
         ) from error

@@ -29,7 +29,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, printable
 from jax_nvfp4_moe.checkpoint.folder import expand_home, read_json
 from jax_nvfp4_moe.checkpoint.writing.files import LOCK, PARTIAL, claimed_folder, write_file
 from jax_nvfp4_moe.nn.saving import (
@@ -161,7 +161,7 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
     if not (folder / LAYOUTS).exists():
         what = "is not a folder that exists" if not folder.is_dir() else f"has no {LAYOUTS}"
         raise CheckpointError(
-            [f"{folder} {what}; pass a folder that `nvfp4.save` has written completely"]
+            [f"{printable(folder)} {what}; pass a folder that `nvfp4.save` has written completely"]
         )
     record = read_json(folder, LAYOUTS)
     _check_version(record, folder)
@@ -208,7 +208,7 @@ def _unfinished(folder, record, overwrite) -> Iterator[None]:
       ValueError: the folder is a file, has other files, or another program is writing to it.
     """
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"folder: expected a folder, but {folder} is a file")
+        raise ValueError(f"folder: expected a folder, but {printable(folder)} is a file")
     with claimed_folder(folder):
         _check_free(folder, overwrite)
         _clear(folder)
@@ -229,13 +229,13 @@ def _check_free(folder, overwrite):
     own = all(name == LAYOUTS or name.startswith((_UNFINISHED, ARRAYS)) for name in names)
     if complete and own and not overwrite:
         raise ValueError(
-            f"folder: expected a new or an empty folder, but {folder} has an earlier save; choose "
-            "another folder, or pass overwrite=True to replace the save"
+            f"folder: expected a new or an empty folder, but {printable(folder)} has an "
+            "earlier save; choose another folder, or pass overwrite=True to replace the save"
         )
     if names and not (own and (unfinished or complete)):
         raise ValueError(
-            f"folder: expected a new or an empty folder, but {folder} has files in it that are no "
-            "save; choose another folder, or delete them"
+            f"folder: expected a new or an empty folder, but {printable(folder)} has files "
+            "in it that are no save; choose another folder, or delete them"
         )
 
 

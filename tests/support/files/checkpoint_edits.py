@@ -85,6 +85,21 @@ def edited(tmp_path, name, edit, **config):
     return folder
 
 
+def store_codes_as_f4(folder, ending=("weight", "weight_packed", "_proj")):
+    """Give codes of a single file the dtype F4, whose shapes count elements; no byte changes."""
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    for name, entry in header.items():
+        if name.endswith(ending) and entry["dtype"] == "U8":
+            *lead, columns = entry["shape"]
+            entry |= {"dtype": "F4", "shape": [*lead, 2 * columns]}
+    packed = json.dumps(header).encode()
+    path.write_bytes(len(packed).to_bytes(8, "little") + packed + raw[8 + length :])
+    return folder
+
+
 def build_model(w):
     """Ask the table `w` for all weights of the small Qwen3 checkpoints."""
     widths = {"q_proj": 256, "k_proj": 128, "v_proj": 128, "o_proj": 256}

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.ops.numpy_weights import random_experts, random_tensor
 
-from jax_nvfp4_moe import Router, ops, quantize, testing
+from jax_nvfp4_moe import Router, ops
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
@@ -111,14 +112,14 @@ def named(op: Callable[..., Any], names: str, **fixed: Any) -> Callable[..., Any
     return run
 
 
-def _quantized(*shape):
-    return quantize(jax.random.normal(jax.random.key(0), shape))
+def _full(*shape, value=1.0, dtype=np.float32):
+    return np.full(shape, value, dtype)
 
 
-EXPERTS = testing.random_moe_params(jax.random.key(1), num_experts=4, hidden=64, intermediate=64)
-_DENSE = DenseExperts(jnp.ones((4, 128, 64)) / 64, jnp.ones((4, 64, 64)) / 64)
-_MATRIX, _MATRICES = _quantized(32, 64), _quantized(3, 32, 64)
-_FP8 = FP8Tensor(jnp.ones((32, 64), DTYPES["fp8"]), jnp.ones(32))
+EXPERTS = random_experts(1, 4, 64, 64)
+_DENSE = DenseExperts(_full(4, 128, 64, value=1 / 64), _full(4, 64, 64, value=1 / 64))
+_MATRIX, _MATRICES = random_tensor(0, 32, 64), random_tensor(0, 3, 32, 64)
+_FP8 = FP8Tensor(_full(32, 64, dtype=DTYPES["fp8"]), _full(32))
 _ROUTER = Router(2)
 
 

@@ -18,6 +18,11 @@ def is_float(x):
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
 
 
+def find_rows(name):
+    """Return for each operand of a call whether it has rows."""
+    return [bool(shape) and isinstance(shape[0], str) for shape, _ in CALLS[name].operands]
+
+
 class Case:
     """A call with random operands, and its gradient.
 
@@ -33,7 +38,7 @@ class Case:
             jnp.asarray(rng.standard_normal(x.shape)).astype(x.dtype) if is_float(x) else x
             for x in self.call.make(self.call.dtypes[0], SIZES)
         ]
-        self.rows = [bool(shape) and isinstance(shape[0], str) for shape, *_ in self.call.operands]
+        self.rows = find_rows(name)
         self.floats = [i for i, x in enumerate(self.operands) if is_float(x)]
 
     def gradient(self, *operands, **how):

@@ -23,6 +23,7 @@ from support.files.checkpoint_edits import (
     problems_of,
     read_all,
     remove_experts,
+    store_codes_as_f4,
 )
 
 import jax_nvfp4_moe
@@ -343,6 +344,16 @@ def test_experts_stored_dense_stay_dense(tmp_path):
     assert float(params.gate_up[3, 5, 7]) == 2
     (problem,) = problems_of(edited(tmp_path, W4A4, dense), build_moe, MOE)
     assert "may be [e, n, k] or [e, k, n], because n = 256 and k = 256 are equal" in problem
+
+
+@pytest.mark.parametrize("name", [W4A4, CT])
+def test_linears_with_codes_of_four_bits(tmp_path, name):
+    folder = store_codes_as_f4(edited(tmp_path, name, lambda tensors: None))
+    models = []
+    for one in (GIVEN / name, folder):
+        with open_checkpoint(one) as checkpoint:
+            models.append(load(checkpoint, build_model))
+    jax.tree.map(np.testing.assert_array_equal, *models)
 
 
 def test_codes_that_fit_both_ways_follow_their_scales_or_are_refused(tmp_path):

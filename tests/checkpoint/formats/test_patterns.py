@@ -175,7 +175,7 @@ def test_patterns_as_recipes_have_them(pattern, matches, others):
     ],
 )
 def test_many_wildcards_take_little_time(pattern):
-    count = 100_000
+    count = 20_000
     names = [f"model.layers.{layer}.mlp.experts.3.gate_proj" for layer in range(200)]
 
     def run():
@@ -183,7 +183,7 @@ def test_many_wildcards_take_little_time(pattern):
         found.extend(name for name in names if excluded.find(name))
 
     found: list[str] = []
-    assert seconds(run) < 20
+    assert seconds(run) < 4
     few = [pattern.format(n) for n in range(len(names))]
     assert found == [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in few)]
 

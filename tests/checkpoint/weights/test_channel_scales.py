@@ -7,17 +7,16 @@ import pytest
 from support.devices.host_devices import make_mesh
 from support.files.checkpoint_edits import GIVEN, W4A16, edited
 from support.files.given import reference_tensors
-from support.models.architecture import logit_error, run
+from support.models.architecture import KERNELS, logit_error, run
 
 from jax_nvfp4_moe import CheckpointError, load_model
 
 AWQ = "glm4_moe-groups-modelopt-awq"
-EXACT = {"dtype": jnp.float32, "backend": "reference"}
 IDS = jnp.asarray([[5, 17, 3, 60, 11]])
 
 
 def logits(folder, ids=IDS, **options):
-    return np.asarray(run(load_model(folder, **{"scheme": "w4a16", **EXACT, **options}), ids))
+    return np.asarray(run(load_model(folder, **{**KERNELS, "scheme": "w4a16", **options}), ids))
 
 
 def test_a_power_of_two_moves_between_scale_and_weight(tmp_path):

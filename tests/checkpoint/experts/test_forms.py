@@ -6,11 +6,24 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from support.files.checkpoint_edits import CT, EXPERTS, GIVEN, W4A4, W4A16, edited, read_all
+from support.files.checkpoint_edits import (
+    CT,
+    EXPERTS,
+    GIVEN,
+    MOE,
+    W4A4,
+    W4A16,
+    edited,
+    load,
+    problems_of,
+    read_all,
+    store_codes_as_f4,
+)
 from support.files.given import CHECKPOINTS, copy_with_config
 from support.files.unquantized import SMALL
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe, quantize_model
+from jax_nvfp4_moe.checkpoint import open_checkpoint
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
 
@@ -43,6 +56,10 @@ def take_products(tensors):
         else:  # one number for each of both
             gate_up[part] = np.stack([one.reshape(E) for one in pair], axis=1)
     return gate_up, {part: one if one.ndim == 3 else one.reshape(E) for part, one in down.items()}
+
+
+def as_single(tensors):
+    """Leave one tensor for each projection of each expert."""
 
 
 def as_vllm(tensors):
@@ -114,6 +131,11 @@ FORMS = [
 ]
 
 
+def build_experts(w, *sizes):
+    w.linear("model.layers.1.mlp.gate", 16, 256)
+    return w.experts(EXPERTS, *sizes)
+
+
 def params(folder):
     # The order of the layers' names may change, but no value does.
     return load_moe(folder, 1, scheme="checkpoint").experts.params.get_value()
@@ -127,6 +149,75 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_has_the_values_of_single_experts(tmp_path, form, name):
     assert_equal(params(edited(tmp_path, name, form)), params(GIVEN / name))
+
+
+@pytest.mark.parametrize("name", [W4A4, CT])
+@pytest.mark.parametrize("form", [as_single, as_vllm, as_flat_stacks, as_fused_experts])
+def test_codes_of_four_bits_have_the_values_of_bytes(tmp_path, form, name):
+    folder = store_codes_as_f4(edited(tmp_path, name, form))
+    with open_tensors(folder) as tensors:
+        dtypes = {tensors.info(one).dtype for one in tensors.names()}
+    assert "F4" in dtypes
+    assert "U8" not in dtypes
+    assert_equal(params(folder), params(GIVEN / name))
+
+
+def test_codes_of_four_bits_do_not_follow_scales_of_another_order(tmp_path):
+    """Two codes of a byte are neighbors in k, also where the bytes of a matrix are square."""
+
+    def edit(tensors):
+        as_flat_stacks(tensors)
+        for name, n, k in (("gate_up_proj", 256, 512), ("down_proj", 512, 128)):
+            stem = f"{EXPERTS}.{name}"
+            tensors[stem] = np.zeros((2, n, k // 2), np.uint8)
+            tensors[f"{stem}_weight_scale"] = np.ones((2, k // 16, n), ml_dtypes.float8_e4m3fn)
+            tensors[f"{stem}_weight_scale_2"] = np.ones(2, np.float32)
+            tensors.pop(f"{stem}_input_scale", None)
+
+    folder = store_codes_as_f4(edited(tmp_path, W4A16, edit))
+    problems = problems_of(folder, lambda w: build_experts(w, 2, 512, 128), MOE)
+    assert [problem.partition("expected")[2] for problem in problems] == [
+        " F8_E4M3 [2, 256, 32], got F8_E4M3 [2, 32, 256]",
+        " F8_E4M3 [2, 512, 8], got F8_E4M3 [2, 8, 512]",
+    ]
+
+
+def store_fp8(tensors):
+    """Store the experts in FP8. Gate and up of an expert share a scale, but no input scale."""
+    random = np.random.default_rng(0)
+    for name in [name for name in tensors if name.startswith(EXPERTS)]:
+        del tensors[name]
+    for e in range(E):
+        for part, (name, n, k) in enumerate(((GATE, 64, 256), (UP, 64, 256), (DOWN, 256, 64))):
+            stem = f"{EXPERTS}.{e}.{name}"
+            drawn = random.standard_normal((n, k)).astype(ml_dtypes.float8_e4m3fn)
+            tensors[f"{stem}.weight"] = drawn
+            tensors[f"{stem}.weight_scale"] = np.float32(0.5 + e)
+            # Of each second expert, the scale of up is the larger one.
+            tensors[f"{stem}.input_scale"] = np.float32(1 + e + part * (0.25, -0.25)[e % 2])
+
+
+@pytest.mark.parametrize("form", [as_vllm, as_flat_stacks, as_stacked_linears])
+def test_input_scales_of_gate_and_up_of_a_stack_in_fp8(tmp_path, form):
+    """A stack has an input scale of gate and one of up: the larger one of both is used."""
+
+    def stack(tensors):
+        store_fp8(tensors)
+        form(tensors)
+        for name in [name for name in tensors if "gate_up_proj" in name]:
+            if name.endswith("weight_scale"):
+                tensors[name] = tensors[name][:, 0]
+            if name.endswith("input_scale"):
+                assert tensors[name].shape == (E, 2)
+
+    def read(edit):
+        with open_checkpoint(edited(tmp_path, W4A4, edit)) as checkpoint:
+            return load(checkpoint, lambda w: build_experts(w, E, 256, 64), MOE).params
+
+    expected = read(store_fp8)
+    larger = [1 + e + (0.25 if e % 2 == 0 else 0) for e in range(E)]
+    np.testing.assert_array_equal(expected.gate_up_input_scale, np.asarray(larger, np.float32))
+    assert_equal(read(stack), expected)
 
 
 def test_packed_stacks_of_compressed_tensors(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from support.devices.host_devices import call, difference, make_mesh, name_shape
 from support.files.checkpoint_edits import E2M1, check, edited, load, problems_of, read_all
 from support.files.given import CHECKPOINTS, reference_tensors
+from support.models.architecture import EXACT
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint import WeightTable, open_checkpoint
@@ -19,7 +20,6 @@ from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.scheme import Scheme
 
 GPT_OSS = CHECKPOINTS / "gpt_oss-mxfp4"
-EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 CONFIG = {"quantization_config": {"quant_method": "mxfp4"}}
 E, HIDDEN, WIDTH = 3, 64, 96
 

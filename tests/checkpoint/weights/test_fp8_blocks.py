@@ -21,6 +21,7 @@ from support.files.checkpoint_edits import (
     tool_weight,
 )
 from support.files.given import CHECKPOINTS
+from support.models.architecture import KERNELS
 
 from jax_nvfp4_moe import CheckpointError, Target, explain, load_model, ops, restore, save
 from jax_nvfp4_moe.checkpoint import LoadOptions, WeightTable, open_checkpoint
@@ -45,7 +46,6 @@ from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
-EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 BLOCK_WEIGHTS = {
     "type": "float",
@@ -271,11 +271,11 @@ def test_a_mixed_file_gives_the_logits_of_its_values(tmp_path):
     (tmp_path / "b").mkdir()
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 512, (2, 12)), jnp.int32)
     folder = mixed(tmp_path / "a", dense=False)
-    found = load_model(folder, **EXACT)
-    expected = call(load_model(mixed(tmp_path / "b", dense=True), **EXACT), ids)
+    found = load_model(folder, **KERNELS)
+    expected = call(load_model(mixed(tmp_path / "b", dense=True), **KERNELS), ids)
     np.testing.assert_array_equal(call(found, ids), expected)
     assert found.layers[0].attention.qkv.names == ("q_k_v",)
-    divided = load_model(folder, mesh=make_mesh((2, 2)), **EXACT)
+    divided = load_model(folder, mesh=make_mesh((2, 2)), **KERNELS)
     assert difference(call(divided, ids), expected) < 1e-5
     out = divided.layers[0].attention.out.weight.get_value()
     assert out.scale.shape == (256, 2)  # each shard has the columns of a block
@@ -312,7 +312,7 @@ def test_blocks_that_a_shard_would_cut_are_not_sharded(tmp_path, caplog):
     folder = mixed(tmp_path, dense=False)
     caplog.set_level(logging.INFO, "jax_nvfp4_moe")
     say_replicated.cache_clear()
-    model = load_model(folder, mesh=make_mesh((1, 4)), **EXACT)
+    model = load_model(folder, mesh=make_mesh((1, 4)), **KERNELS)
     assert model.layers[0].attention.out.weight.get_value().values.sharding.is_fully_replicated
     assert "256 columns cannot be divided into 4 equal parts of whole blocks of 128" in caplog.text
     weight = FP8Tensor(jnp.zeros((8, 256), E4M3), jnp.ones((8, 2)))

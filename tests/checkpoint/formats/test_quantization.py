@@ -1,10 +1,10 @@
 """Test quantization configs: each format, which modules they exclude, and what is refused."""
 
 import json
-import pathlib
 
 import pytest
 from support.files.checkpoint_edits import DEEPSEEK, QWEN
+from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_config
@@ -16,7 +16,6 @@ from jax_nvfp4_moe.checkpoint.names import PREFIXES
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
-GIVEN = pathlib.Path(__file__).parents[1] / "checkpoints"
 GATE = "model.layers.0.mlp.gate"
 EXPERT = "model.layers.0.mlp.experts.3.gate_proj"
 
@@ -60,7 +59,7 @@ def refused(folder, section=None, file=None):
 
 @pytest.mark.parametrize("name", [*QWEN, DEEPSEEK])
 def test_real_configs(name):
-    quant = read_quant_config(GIVEN / name, read_config(GIVEN / name))
+    quant = read_quant_config(CHECKPOINTS / name, read_config(CHECKPOINTS / name))
     layer = "model.layers.1.mlp"
     assert quant.format is (COMPRESSED_TENSORS if "-ct-" in name else MODELOPT)
     assert quant.checkpoint_scheme(f"{layer}.gate") is None
