@@ -26,9 +26,10 @@ from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.moves import read_rows
 from jax_nvfp4_moe.ops.positions import PADDING
+from jax_nvfp4_moe.ops.state_window import StateWindow
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
-from jax_nvfp4_moe.parallel.tensor_parallel import gather_columns, look_up
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel, gather_columns, look_up
 
 # A cache may have room for so many tokens more than the model has positions, because callers round
 # lengths up. `generate` rounds a prompt up to a multiple of 512, and its new tokens to one of 64.
@@ -201,6 +202,37 @@ class Decoder(nnx.Module):
         layers = tuple(layer.init_cache(batch, max_length) for layer in self.layers)
         return self._shard_rows(Cache(layers, jnp.zeros(batch, jnp.int32), max_length))
 
+    def open_window(self, cache: Cache, size: int) -> Cache:
+        """Return a cache in which `rewind` can go back by up to `size` tokens.
+
+        What is stored by position stays as it is. Recurrent states get room for the states after
+        each of the last `size` tokens; calls that read more tokens at once are then an error.
+
+        Args:
+          cache: a cache of this model.
+          size: the largest number of tokens of one call.
+        """
+        layers = tuple(
+            StateWindow.open(entries, _state_names(layer), size)
+            for layer, entries in zip(self.layers, cache.layers, strict=True)
+        )
+        return self._shard_rows(Cache(layers, cache.lengths, cache.max_length))
+
+    def rewind(self, cache: Cache, kept: Int32[Array, " b"], read: int) -> Cache:
+        """Return the cache as if the last call had read the first `kept` tokens of each row only.
+
+        Args:
+          cache: a cache of `open_window`, after a call that has read `read` tokens in each row.
+          kept: int32 ``[b]``, from 1 to `read`. 0 is allowed for rows that read nothing more.
+          read: the number of tokens of the last call.
+        """
+        layers = tuple(
+            entries.keep(kept) if isinstance(entries, StateWindow) else entries
+            for entries in cache.layers
+        )
+        lengths = cache.lengths - read + kept
+        return self._shard_rows(Cache(layers, lengths, cache.max_length))
+
     def _shard_rows(self, tree):
         """Return arrays whose rows are sharded along `data`, on a mesh that does so."""
         return tree if self.rows_mesh is None else self.rows_mesh.shard_rows(tree)
@@ -361,6 +393,12 @@ class Decoder(nnx.Module):
             if self.expert_mesh is None:
                 return score(head, x)
             return gather_columns(score, head, x, self.expert_mesh)
+
+
+def _state_names(layer) -> frozenset[str]:
+    """Return the names of those cache entries of a layer that are not stored by position."""
+    mixers = (part for _, part in nnx.iter_modules(layer) if isinstance(part, HeadParallel))
+    return frozenset(name for mixer in mixers for name in mixer.states)
 
 
 def _run_on_any_mesh(run, model, input_ids, *operands):
