@@ -61,6 +61,11 @@ class Drafting:
         return self.tokens + 1
 
     @property
+    def estimated_cost(self) -> float:
+        """Estimated time of a step with drafts over that of a step without."""
+        return 1 + self.tokens * _COST_OF_DRAFT
+
+    @property
     def read_options(self) -> dict[str, Any]:
         """Further arguments of calls of the model."""
         return {"with_hidden": True} if self.drafter.NEEDS_HIDDEN else {}
@@ -181,7 +186,7 @@ def begin(model: Any, state: Any, memory: Any, most: jax.Array, drafting: Drafti
         nothing,
         memory,
         gain=jnp.float32(drafting.window),
-        cost=jnp.float32(1 + drafting.tokens * _COST_OF_DRAFT),
+        cost=jnp.float32(drafting.estimated_cost),
         pause=jnp.int32(0),
         drafting=drafting,
     )

@@ -48,6 +48,7 @@ from jax_nvfp4_moe.inference.prefill import (
 )
 from jax_nvfp4_moe.inference.sampling import Sampling, make_sampling, whole_number
 from jax_nvfp4_moe.inference.state import State, draw
+from jax_nvfp4_moe.inference.step_costs import find_cost
 from jax_nvfp4_moe.ops.chain import chain_calls
 from jax_nvfp4_moe.scheme import Target
 
@@ -212,6 +213,8 @@ def generate(
         state = _generate_traced(*given)
     else:
         flat, state = start_decoding(*given)
+        if isinstance(state, DraftState):
+            state = _find_cost(flat, sampling, state, new)
         if new > 1:  # the prefill has drawn the first token
             state = decode(flat, sampling, state, np.int32(new))
     tokens, told = _fill(state, sampling.stop_ids, new)
@@ -465,6 +468,15 @@ def decode(model, sampling, state, limit):
     return _decode(model, sampling, state, limit)
 
 
+def _find_cost(model, sampling, state: DraftState, limit: int) -> DraftState:
+    """Return the state with the measured cost of a step with drafts; see `step_costs`."""
+
+    def run(state, count):
+        return decode(model, sampling, state, np.int32(min(count, limit)))
+
+    return find_cost(model.structure, run, state, limit)
+
+
 def decode_in_bursts(
     model, sampling, state, limit: int
 ) -> Iterator[tuple[State | DraftState, np.ndarray]]:
@@ -482,6 +494,8 @@ def decode_in_bursts(
       new in it, int32 ``[b, n]`` with n at least 1.
     """
     done, burst, begin = 0, 1, time.perf_counter()
+    if isinstance(state, DraftState):
+        state = _find_cost(model, sampling, state, limit)
     while True:
         tokens, count = _drawn_tokens(state)
         stopped, first = jax.device_get((state.stopped, state.not_finite))
