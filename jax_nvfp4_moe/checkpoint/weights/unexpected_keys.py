@@ -48,6 +48,7 @@ def find_unexpected_keys(
     only: Sequence[str],
     num_layers: int | None,
     drafting: int = 0,
+    claimed: tuple[str, ...] = (),
 ) -> Iterator[str]:
     """Yield a sentence for each tensor that nobody asked for in a module that is loaded.
 
@@ -58,6 +59,8 @@ def find_unexpected_keys(
       only: the modules to search. An empty sequence searches the whole checkpoint.
       num_layers: the number of layers in the config. Tensors of later layers are left out.
       drafting: the number of layers after those that predict further tokens.
+      claimed: prefixes of drafting layers that are loaded. Below them, only what other modules have
+        as extras is left out.
     """
     scopes = [f"{module}." for module in only] or [""]
     loaded = {name.split(".")[0] for name in finder.taken}
@@ -65,8 +68,11 @@ def find_unexpected_keys(
         if name in finder.taken:
             continue
         info = finder.tensors.info(name)
-        extra = known_extra(name, num_layers)
-        beside = name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
+        inside = name.startswith(claimed)
+        extra = known_extra(name, None if inside else num_layers)
+        if inside and extra in _OF_OTHER_MODULES:
+            extra = None
+        beside = not inside and _is_beside(name, info, loaded, key_mapping)
         if extra is None and beside and _may_be_head(finder, info):
             yield (
                 f"{quoted(info.name)} ({quoted(info.file)}): {info} has the shape of an output "
@@ -86,6 +92,11 @@ def find_unexpected_keys(
             )
         else:
             finder.note(f"tensors left out: {extra}")
+
+
+def _is_beside(name, info, loaded, key_mapping) -> bool:
+    """Return whether a tensor belongs to a module that is not loaded."""
+    return name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
 
 
 def _may_be_head(finder, info) -> bool:
