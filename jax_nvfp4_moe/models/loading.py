@@ -406,7 +406,11 @@ def _find(checkpoint, row, build, path, settings, options):
 
 
 def abstract_model(
-    path: Folder, *, scheme: Scheme | str | None = None, dtype=jnp.bfloat16
+    path: Folder,
+    *,
+    scheme: Scheme | str | None = None,
+    dtype=jnp.bfloat16,
+    draft: str | None = None,
 ) -> UnreadModel:
     """Find a model in the headers, without input scales being required, to inspect it.
 
@@ -414,13 +418,15 @@ def abstract_model(
       path: as for `load_model`.
       scheme: as for `load_model`.
       dtype: as for `load_model`.
+      draft: as for `load_model`. None by default.
 
     Raises:
       CheckpointError: as for `load_model`.
     """
     settings = _settings(scheme, dtype, None)
+    options = _options(settings, input_scales="optional")
     with open_checkpoint(path) as checkpoint:
-        return find_model(checkpoint, settings, _options(settings, input_scales="optional"))
+        return find_model(checkpoint, settings, options, draft=draft)
 
 
 def find_unquantized(checkpoint: Checkpoint) -> UnreadModel:
