@@ -84,6 +84,7 @@ class WeightTable:
         self._cache_scales = CacheScaleFinder(self._finder, str(checkpoint.folder))
         self.requests = Requests()
         self._unknown_experts: list[str] = []
+        self._claimed: list[str] = []
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor called `name`."""
@@ -109,6 +110,14 @@ class WeightTable:
         The experts of a layer are one entry, ``PREFIX.experts.*``.
         """
         return self._finder.decisions
+
+    def problem(self, sentence: str) -> None:
+        """Note a problem with the file, which `check` and `raise_problems` raise."""
+        self._finder.problems.append(sentence)
+
+    def claim(self, prefix: str) -> None:
+        """Let `check` report tensors below `prefix` that nobody asks for, even if known extras."""
+        self._claimed.append(prefix)
 
     def ignore(self, prefix: str, reason: str) -> None:
         """Leave out the tensors whose names begin with `prefix`, and log the reason."""
@@ -303,6 +312,7 @@ class WeightTable:
                     scopes,
                     num_layers,
                     count_drafting_layers(checkpoint.config),
+                    tuple(self._claimed),
                 ),
             ]
         )
