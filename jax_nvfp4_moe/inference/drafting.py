@@ -76,6 +76,23 @@ class Drafting:
         return DRAFTERS[self.draft]
 
 
+def _check_name(draft) -> None:
+    """Check that `draft` is None or the name of a drafter."""
+    if draft is not None and (not isinstance(draft, str) or draft not in DRAFTERS):
+        names = ", ".join(f'"{name}"' for name in DRAFTERS)
+        raise ValueError(f"draft: expected None or one of {names}; got {draft!r:.80}")
+
+
+def layers_to_load(draft: str | None) -> str | None:
+    """Return the argument `draft` of `load_model` for a model that drafts in this way.
+
+    Raises:
+      ValueError: there is no such way.
+    """
+    _check_name(draft)
+    return draft if draft == "mtp" else None
+
+
 def choose_drafting(model: Any, draft: Any, draft_tokens: Any) -> Drafting | None:
     """Check the arguments `draft` and `draft_tokens` of `generate`, and return what they mean.
 
@@ -91,11 +108,9 @@ def choose_drafting(model: Any, draft: Any, draft_tokens: Any) -> Drafting | Non
     count = 1 if automatic else whole_number("draft_tokens", draft_tokens)
     if not 1 <= count <= MOST_DRAFTS:
         raise ValueError(f'draft_tokens: expected 1 to {MOST_DRAFTS}, or "auto"; got {count}')
+    _check_name(draft)
     if draft is None:
         return None
-    if not isinstance(draft, str) or draft not in DRAFTERS:
-        names = ", ".join(f'"{name}"' for name in DRAFTERS)
-        raise ValueError(f"draft: expected None or one of {names}; got {draft!r:.80}")
     if draft == "mtp" and getattr(model, "drafter", None) is None:
         raise ValueError(
             f'draft: "mtp" needs drafting layers, and this {type(model).__name__} has none; load '

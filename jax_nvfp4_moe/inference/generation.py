@@ -358,8 +358,8 @@ def start_decoding(
     if drafting.drafter.NEEDS_HIDDEN:
         return flat, start_with_pairs(flat, sampling, *prompt, most, room, chunk, drafting)
     state = _start_plainly(model, flat, sampling, *prompt, room, chunk)
-    padded = _pad_prompts(ids)
-    return flat, _begin_from_text_program(flat, state, padded, true_lengths, most, drafting)
+    padded = pad_prompts(ids)
+    return flat, begin_from_text(flat, state, padded, true_lengths, most, drafting)
 
 
 def _start_plainly(model, flat, sampling, ids, lengths, room, chunk):
@@ -371,12 +371,12 @@ def _start_plainly(model, flat, sampling, ids, lengths, room, chunk):
         cache = empty_cache(flat, b, padded_length(t, chunk) + room)
         logits, cache = prefill_chunks(flat, cache, ids, lengths, chunk)
         return _begin(sampling, logits, cache, room)
-    padded = _pad_prompts(ids)
+    padded = pad_prompts(ids)
     size = count_tokens(lengths, padded.shape[1])
     return _prefill(flat, sampling, padded, lengths, room, num_tokens=size)
 
 
-def _pad_prompts(ids):
+def pad_prompts(ids):
     """Return prompts with zeros up to a multiple of `PROMPT_STEP` tokens."""
     b, t = ids.shape
     padded = np.zeros((b, round_up(t, PROMPT_STEP)), np.int32)
@@ -393,9 +393,7 @@ def _begin_from_text(model, state, ids, lengths, most, drafting):
 
 
 # Nothing is donated: jax.jit hands on the arrays of the cache that do not change.
-_begin_from_text_program = jax.jit(
-    _begin_from_text, static_argnames="drafting", compiler_options=NO_GRAPHS
-)
+begin_from_text = jax.jit(_begin_from_text, static_argnames="drafting", compiler_options=NO_GRAPHS)
 
 
 def _chunk_size(chunk, rows) -> int:

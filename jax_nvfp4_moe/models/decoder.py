@@ -213,6 +213,14 @@ class Decoder(nnx.Module):
         )
         return self._shard_rows(Cache(layers, cache.lengths, cache.max_length))
 
+    def close_window(self, cache: Cache) -> Cache:
+        """Return a cache of `open_window` as a plain one, for calls that read many tokens."""
+        layers = tuple(
+            entries.current() if isinstance(entries, StateWindow) else entries
+            for entries in cache.layers
+        )
+        return self._shard_rows(Cache(layers, cache.lengths, cache.max_length))
+
     def rewind(self, cache: Cache, kept: Int32[Array, " b"], read: int) -> Cache:
         """Return the cache as if the last call had read the first `kept` tokens of each row only.
 

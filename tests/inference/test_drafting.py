@@ -13,6 +13,7 @@ from support.models.drafters import MODES, Oracle
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference import drafting, prompt_lookup
+from jax_nvfp4_moe.inference.conversation import Conversation
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 LENGTHS = np.array([9, 4, 7])
@@ -382,3 +383,18 @@ def test_drafts_that_do_not_pay_are_left_out(use_oracle):
     use_oracle(np.asarray(plain), "right")
     _, paying = nvfp4.generate(model, ids, **given, draft_tokens="auto")
     assert int(paying.steps[0]) < 16
+
+
+def test_answers_of_a_conversation_are_those_without_drafts():
+    """The cache is kept between answers; a short turn, and one that changes the text."""
+    tokenizer, model = load_tokenizer(EXAMPLE), nvfp4.load_model(EXAMPLE, dtype="float32")
+    plain, drafted = (
+        Conversation(model, max_length=160, draft=draft) for draft in (None, "lookup")
+    )
+    text = tokenizer.encode("for i in range(10):\n    print(i)\nfor i in range(")
+    for further in ([5], [7, 8, 9]):
+        answers = [list(conversation.answer(text, 30)) for conversation in (plain, drafted)]
+        assert answers[0] == answers[1]
+        np.testing.assert_array_equal(plain.ids, drafted.ids)
+        text = [*text, *answers[0], *further]
+    assert list(plain.answer(text[:9], 12)) == list(drafted.answer(text[:9], 12))
