@@ -37,8 +37,13 @@ OTHER_MIXERS = {
 
 
 @functools.cache
-def load(name, **options):
-    return nvfp4.load_model(CHECKPOINTS / name, dtype="float32", **options)
+def load(name):
+    return nvfp4.load_model(CHECKPOINTS / name, dtype="float32")
+
+
+@functools.cache
+def load_example():
+    return nvfp4.load_model(EXAMPLE, dtype="float32"), load_tokenizer(EXAMPLE)
 
 
 def prompts(model, rows=3):
@@ -158,8 +163,7 @@ SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95}
 @pytest.mark.parametrize("options", [{}, {**SAMPLED, "key": jax.random.key(4)}])
 @pytest.mark.parametrize("count", [1, "auto"])
 def test_lookup_on_the_example(options, count):
-    tokenizer = load_tokenizer(EXAMPLE)
-    model = nvfp4.load_model(EXAMPLE, dtype="float32")
+    model, tokenizer = load_example()
     texts = ["for i in range(10):\n    print(i)\nfor i in range(", "class A:\n"]
     ids, lengths = tokenizer.encode(texts)
     given = {"lengths": lengths, "max_new_tokens": 40, "stop_ids": (), **options}
@@ -387,7 +391,7 @@ def test_drafts_that_do_not_pay_are_left_out(use_oracle):
 
 def test_answers_of_a_conversation_are_those_without_drafts():
     """The cache is kept between answers; a short turn, and one that changes the text."""
-    tokenizer, model = load_tokenizer(EXAMPLE), nvfp4.load_model(EXAMPLE, dtype="float32")
+    model, tokenizer = load_example()
     plain, drafted = (
         Conversation(model, max_length=160, draft=draft) for draft in (None, "lookup")
     )

@@ -29,16 +29,16 @@ def load(tmp_path_factory):
     return load
 
 
-@functools.partial(jax.jit, static_argnames="length")
-def reference(model, text, length):
-    """Return drafts behind the first `length` tokens: all pairs are read at once."""
-    ids = text[:, :length]
-    _, hidden = model(ids, with_hidden=True)
-    cache = model.init_draft_cache(1, length + DRAFTS)
-    logits, hidden, cache = model.draft(hidden[:, :-1], ids[:, 1:], cache)
-    drafts = [jnp.argmax(logits[:, -1:], axis=-1)]
+@jax.jit
+def reference(model, hidden, text, length):
+    """Return drafts behind the first `length` tokens, whose pairs are all read at once."""
+    cache = model.init_draft_cache(1, text.shape[1] + DRAFTS)
+    at = {"lengths": length[None] - 1, "logits_at": length[None] - 2}
+    logits, hidden, cache = model.draft(hidden[:, :-1], text[:, 1:], cache, **at)
+    hidden = jnp.take_along_axis(hidden, at["logits_at"][:, None, None], axis=1)
+    drafts = [jnp.argmax(logits, axis=-1)]
     for _ in range(DRAFTS - 1):
-        logits, hidden, cache = model.draft(hidden[:, -1:], drafts[-1], cache)
+        logits, hidden, cache = model.draft(hidden, drafts[-1], cache)
         drafts.append(jnp.argmax(logits, axis=-1))
     return jnp.concatenate(drafts, axis=1)[0]
 
@@ -49,7 +49,7 @@ def test_drafts_are_those_of_the_whole_text(chunk, load):
     model, drafting = load(QWEN), choose_drafting(load(QWEN), "mtp", DRAFTS)
     vocabulary, lengths = model.config.vocab_size, np.array([9, 12], np.int32)
     text = np.random.default_rng(1).integers(vocabulary, size=(2, 30), dtype=np.int32)
-    hidden = model(text, with_hidden=True)[1]
+    hidden = jax.jit(lambda model, text: model(text, with_hidden=True)[1])(model, text)
     ids = np.where(np.arange(12) < lengths[:, None], text[:, :12], 0)
     sampling = make_sampling(0.0, None, 1.0, (), None)
     state = start_with_pairs(model, sampling, ids, lengths, np.int32(20), 32, chunk, drafting)
@@ -62,7 +62,7 @@ def test_drafts_are_those_of_the_whole_text(chunk, load):
     for emitted in ([1, 4], [3, 2], [4, 1]):
         drafts, memory = propose(model, memory, count=DRAFTS)
         for row in range(2):
-            expected = reference(model, text[row : row + 1], int(known[row]))
+            expected = reference(model, hidden[row : row + 1], text[row : row + 1], known[row])
             np.testing.assert_array_equal(drafts[row], expected)
         window = np.arange(drafting.window)[None, :]
         new = np.take_along_axis(text, known[:, None] + window, axis=1)
