@@ -154,16 +154,11 @@ def build_drafter(row: Architecture, config: Any, make: Builder) -> Drafter | No
     returned.
 
     Args:
-      row: the architecture.
+      row: the architecture, which has a form of drafting layers.
       config: the sizes of the model.
       make: the builder of the model.
     """
-    form = row.drafting
-    if form is None:
-        make.problem(
-            "draft='mtp': drafting layers of this architecture are not read; load it without draft"
-        )
-        return None
+    form: DraftForm = row.drafting
     inner = make.inside("drafter", form.keys(row.keys, config))
     if not any(inner.holds(part) for part in _PARTS):
         looked = ", ".join(f"{inner.key(part)}.weight" for part in _PARTS)
