@@ -62,12 +62,18 @@ class DraftForm:
       build_layers: takes the sizes of the model and a `Builder`, and returns the decoder layers.
       centered: whether the norms in the file store ``weight - 1``.
       count: takes the sizes of the model and returns the number of decoder layers of a drafter.
+      drafter: takes the sizes, the `Builder` and the arguments of `Drafter`, and returns a drafter.
+        None, the default, makes a `Drafter`.
+      joined: the number of vectors that the linear ``joint`` reads: an embedding, and by default
+        also the model's vector.
     """
 
     names: Mapping[str, str]
     build_layers: Callable[[Any, Builder], Sequence[Any]]
     centered: bool = False
     count: Callable[[Any], int] = lambda config: 1
+    drafter: Callable[..., Drafter] | None = None
+    joined: int = 2
 
     def indices(self, config: Any) -> tuple[int, int]:
         """Return the indices that the first and the last layer of the drafter have in the file."""
@@ -175,15 +181,20 @@ def build_drafter(row: Architecture, config: Any, make: Builder) -> Drafter | No
     def norm(path):
         return inner.norm(path, h, config.eps, centered=form.centered)
 
-    return Drafter(
+    parts = (
         norm("embedding_norm"),
         norm("hidden_norm"),
-        inner.linear("joint", h, 2 * h),
+        inner.linear("joint", h, form.joined * h),
         layers,
         norm("norm"),
-        embedding=_own_embedding(config, make, inner),
-        head=_own_head(config, make, inner),
     )
+    own = {
+        "embedding": _own_embedding(config, make, inner),
+        "head": _own_head(config, make, inner),
+    }
+    if form.drafter is None:
+        return Drafter(*parts, **own)
+    return form.drafter(config, inner, *parts, **own)
 
 
 def _leave_further(inner: Builder, index: int) -> None:

@@ -30,6 +30,7 @@ from jax_nvfp4_moe.numerics.tensor import MoEParams
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 QWEN, GLM = "qwen3_next-modelopt-w4a16", "glm4_moe-groups-modelopt-w4a16"
 NEMOTRON, KIMI = "nemotron_h-latent-modelopt-w4a16", "kimi_k2-modelopt-w4a16"
+DEEPSEEK_V4 = "deepseek_v4-modelopt-w4a16"
 # The logits agree to about 1e-6. With the two halves that are joined in the other order, or with
 # vectors from before the last norm, they differ by more than 0.1.
 BOUND, WRONG = 1e-5, 0.1
@@ -85,9 +86,11 @@ def test_the_order_of_joining_and_the_last_norm_matter(load):
     assert relative(draft(swapped, hidden, ids), expected) > WRONG
 
 
-def test_the_model_returns_the_vectors_that_its_head_reads(load):
-    ids, hidden, expected = drafting_reference(QWEN)
-    model = load(QWEN)
+@pytest.mark.parametrize("name", [QWEN, DEEPSEEK_V4])
+def test_the_model_returns_the_vectors_that_drafts_are_made_with(name, load):
+    """Normalized vectors, and in DeepSeek-V4 all residual streams."""
+    ids, hidden, expected = drafting_reference(name)
+    model = load(name)
     _, found = read(model, ids)
     assert relative(found, hidden) < BOUND
     assert relative(draft(model, found, ids), expected) < BOUND
@@ -105,7 +108,7 @@ def test_vectors_of_all_positions_come_with_logits_of_one(load):
     assert cache.lengths.tolist() == [4, 2]
 
 
-@pytest.mark.parametrize("name", [QWEN, "deepseek_v32-modelopt-w4a16"])
+@pytest.mark.parametrize("name", [DEEPSEEK_V4, "deepseek_v32-modelopt-w4a16"])
 def test_steps_with_a_cache_draft_what_one_call_drafts(name, load):
     """The rows read different numbers of pairs, in steps of up to five pairs."""
     ids, hidden, _ = drafting_reference(name)
@@ -168,7 +171,7 @@ def test_what_is_stored_decides_the_format(name, change, kind, stated, load):
 
 
 @pytest.mark.parametrize(
-    ("name", "wrapper"), [("qwen3_5_moe-modelopt-w4a16", "model."), (NEMOTRON, "language_model.")]
+    ("name", "wrapper"), [(DEEPSEEK_V4, "model."), (NEMOTRON, "language_model.")]
 )
 def test_names_below_a_wrapper(name, wrapper, load):
     ids, hidden, expected = drafting_reference(name)
@@ -250,9 +253,9 @@ def test_a_file_without_drafting_layers(name):
 
 
 def test_an_architecture_whose_drafting_layers_are_not_read():
-    message = r"of \['DeepseekV4ForCausalLM'\] are not read.*: Qwen3MoeForCausalLM, Deepseek"
+    message = r"of \['MixtralForCausalLM'\] are not read.*: Qwen3MoeForCausalLM, Deepseek"
     with pytest.raises(CheckpointError, match=message):
-        load_model(CHECKPOINTS / "deepseek_v4-modelopt-w4a16", draft="mtp")
+        load_model(CHECKPOINTS / "mixtral-window-modelopt-w4a16", draft="mtp")
 
 
 @pytest.mark.parametrize(("draft", "hint"), [("lookup", "pass it to `generate`"), (1, "got 1")])
