@@ -31,6 +31,9 @@ from jax_nvfp4_moe.parallel.placement import (
 )
 
 
+_DRAFTER = "drafter."  # the path of the drafting layers of a `Decoder`
+
+
 def count_experts(model: nnx.Module, input_ids, lengths=None) -> np.ndarray:
     """Return how many tokens chose each expert, int64 ``[layers, e]``.
 
@@ -70,7 +73,7 @@ def place_model(model: nnx.Module, placements: Sequence[Placement]) -> None:
 
     Args:
       model: model from `load_model`, or an `NVFP4MoE`.
-      placements: one `Placement` per block. Over a mesh, the devices of a placement are the shards
+      placements: one `Placement` per block of `count_experts`. Over a mesh, the devices of a placement are the shards
         along the axis `expert`.
 
     Raises:
@@ -96,12 +99,15 @@ def place_model(model: nnx.Module, placements: Sequence[Placement]) -> None:
 
 
 def _blocks(model) -> list[NVFP4MoE]:
-    """Return the blocks with experts inside `model`.
+    """Return the blocks with experts that a call of `model` runs.
+
+    Those of drafting layers are not among them.
 
     Raises:
       ValueError: there are none.
     """
-    found = [block for _, block in expert_blocks(model)]
+    blocks = expert_blocks(model)
+    found = [block for path, block in blocks if not path.startswith(_DRAFTER)]
     if not found:
         raise ValueError(
             f"model: expected a module that contains an NVFP4MoE; {type(model).__name__} has none"
