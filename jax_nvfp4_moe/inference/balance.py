@@ -30,7 +30,6 @@ from jax_nvfp4_moe.parallel.placement import (
     to_physical_ids,
 )
 
-
 _DRAFTER = "drafter."  # the path of the drafting layers of a `Decoder`
 
 
@@ -73,8 +72,8 @@ def place_model(model: nnx.Module, placements: Sequence[Placement]) -> None:
 
     Args:
       model: model from `load_model`, or an `NVFP4MoE`.
-      placements: one `Placement` per block of `count_experts`. Over a mesh, the devices of a placement are the shards
-        along the axis `expert`.
+      placements: one `Placement` per row of `count_experts`. Over a mesh, the devices of a
+        placement are the shards along the axis `expert`.
 
     Raises:
       ValueError: the number of placements, experts or devices is wrong. The model is then
