@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_nvfp4_moe.nn.building.keys import DRAFTER
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE, expert_blocks, experts_path
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, ExpertMesh, check_parts
@@ -29,8 +30,6 @@ from jax_nvfp4_moe.parallel.placement import (
     place_params,
     to_physical_ids,
 )
-
-_DRAFTER = "drafter."  # the path of the drafting layers of a `Decoder`
 
 
 def count_experts(model: nnx.Module, input_ids, lengths=None) -> np.ndarray:
@@ -106,7 +105,7 @@ def _blocks(model) -> list[NVFP4MoE]:
       ValueError: there are none.
     """
     blocks = expert_blocks(model)
-    found = [block for path, block in blocks if not path.startswith(_DRAFTER)]
+    found = [block for path, block in blocks if not path.startswith(f"{DRAFTER}.")]
     if not found:
         raise ValueError(
             f"model: expected a module that contains an NVFP4MoE; {type(model).__name__} has none"

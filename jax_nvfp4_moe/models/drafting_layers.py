@@ -19,7 +19,7 @@ from jax_nvfp4_moe.models.decoder import (
 )
 from jax_nvfp4_moe.models.drafter import Drafter
 from jax_nvfp4_moe.nn.building.builder import Builder
-from jax_nvfp4_moe.nn.building.keys import KeyTable
+from jax_nvfp4_moe.nn.building.keys import DRAFTER, KeyTable
 
 DRAFTS = (None, "mtp")
 # What wrappers of a language model may put before ``mtp.``.
@@ -154,7 +154,7 @@ def check_draft(draft: Any) -> None:
 
 
 def build_drafter(row: Architecture, config: Any, make: Builder) -> Drafter | None:
-    """Make the drafter of a model, at the path ``drafter``.
+    """Make the drafter of a model, at the path `DRAFTER`.
 
     Problems with the file, such as missing drafting layers, are noted in `make`. None is then
     returned.
@@ -165,7 +165,7 @@ def build_drafter(row: Architecture, config: Any, make: Builder) -> Drafter | No
       make: the builder of the model.
     """
     form: DraftForm = row.drafting
-    inner = make.inside("drafter", form.keys(row.keys, config))
+    inner = make.inside(DRAFTER, form.keys(row.keys, config))
     if not any(inner.holds(part) for part in _PARTS):
         looked = ", ".join(f"{inner.key(part)}.weight" for part in _PARTS)
         make.problem(

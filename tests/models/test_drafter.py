@@ -22,7 +22,7 @@ from support.files.drafting_tensors import DRAFTED, drafting_tensors
 from support.files.given import CHECKPOINTS
 from support.models.architecture import relative
 
-from jax_nvfp4_moe import CheckpointError, load_model, restore, save
+from jax_nvfp4_moe import CheckpointError, explain, load_model, restore, save
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedExperts
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.numerics.tensor import MoEParams
@@ -316,3 +316,10 @@ def test_over_a_mesh(tmp_path):
     assert relative(draft(model, hidden, ids), np.asarray(expected)) < BOUND
     with pytest.raises(ValueError, match="next_ids: expected ids"):
         model.draft(hidden, ids + 512, model.init_draft_cache(2, 12))
+
+
+def test_explain_describes_the_model_before_its_drafter(load):
+    model = load(GLM, lambda tensors: packed(tensors)[0])
+    names = [name for name, _ in explain(model).modules]
+    assert names[0] == "layers.0.attention.out"
+    assert names[-1] == "drafter.layers.0.mlp.experts"
