@@ -1,7 +1,9 @@
 """Describe a checkpoint: its layers, and the scheme and backend of each. Reads headers only."""
 
 import collections
+import contextlib
 import dataclasses
+import logging
 import math
 import pathlib
 import re
@@ -117,12 +119,25 @@ def find_drafting(path: str | pathlib.Path) -> DraftingLayers | None:
     if not names:
         return None
     try:
-        drafter = abstract_model(path, draft="mtp").model.drafter
+        with _quiet():
+            drafter = abstract_model(path, draft="mtp").model.drafter
     except CheckpointError as error:
         return dataclasses.replace(found, problem=error.problems[0])
     assert drafter is not None
     formats = dict.fromkeys(one.format for one in measure_bytes(drafter) if one.count)
     return dataclasses.replace(found, formats=tuple(formats))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Write no warnings to the log, because an earlier load of the same files has done so."""
+    logger = logging.getLogger("jax_nvfp4_moe")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def measure_bytes(model: nnx.Module) -> list[ModuleBytes]:

@@ -277,8 +277,9 @@ class Decoder(nnx.Module):
             padding. None, the default, computes all tokens. Has no effect without `lengths`, or
             if a mesh shards the rows.
           with_hidden: whether the second result is the normalized vectors ``[b, t, h]``, of which
-            the head makes logits. They are those of all positions, whatever `logits_at` is. False
-            by default.
+            the head makes logits. They are those of all positions, whatever `logits_at` is. With
+            drafting layers of DeepSeek-V4, they are the residual streams that `draft` reads, ``[b,
+            t, n * h]``. False by default.
 
         Values are checked if they are known: outside of ``jax.jit``, and for arrays that this
         process holds as a whole. A trace cannot raise an error for a value. Inside a trace, values
@@ -303,15 +304,23 @@ class Decoder(nnx.Module):
     def _call(self, input_ids, cache, lengths, logits_at, *, num_tokens, with_hidden):
         """Compute `__call__`."""
         stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens)
-        every = with_hidden or logits_at is None
-        x = self.close_stream(stream) if every else None
-        results = [self._shard_rows(unpack(x, positions))] if with_hidden else []
-        if logits_at is not None:
-            x = self.close_stream(_take_one(stream, positions, logits_at))
-        logits = self._logits(x)
-        logits = logits if logits_at is not None else unpack(logits, positions)
-        results = [self._shard_rows(logits), *results, *(() if cache is None else (cache,))]
+        if logits_at is None:
+            x = self.close_stream(stream)
+            results = [unpack(self._logits(x), positions)]
+        else:
+            x = self.close_stream(stream) if with_hidden else None
+            last = self.close_stream(_take_one(stream, positions, logits_at))
+            results = [self._logits(last)]
+        if with_hidden:
+            results.append(unpack(self.drafted_from(stream, x), positions))
+        results = self._shard_rows(results)
+        results += [] if cache is None else [cache]
         return tuple(results) if results[1:] else results[0]
+
+    def drafted_from(self, stream: Any, x: Any) -> Array:
+        """Return the vectors with which drafts are made: `x`, what `close_stream` has returned."""
+        del stream
+        return x
 
     def draft(
         self,
@@ -343,9 +352,9 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: the model has no drafting layers; otherwise as for a call of the model.
         """
-        _require_drafter(self)
+        streams = getattr(_require_drafter(self), "streams", 1)
         _check_call(next_ids, cache, "next_ids")
-        expected = (*next_ids.shape, self.config.hidden)
+        expected = (*next_ids.shape, streams * self.config.hidden)
         if hidden.shape != expected or not jnp.issubdtype(hidden.dtype, jnp.floating):
             raise ValueError(
                 f"hidden: expected floats {expected}, a vector for each of next_ids; got "

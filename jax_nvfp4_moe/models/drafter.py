@@ -31,9 +31,12 @@ class Drafter(nnx.Module):
       embedding: ``[v, h]`` if the file stores one that differs from the model's, otherwise None.
       head: the linear that makes logits if the file stores one that differs from the model's,
         otherwise None.
+      streams: the number of vectors ``[h]`` of which `hidden` consists, 1 here. Static.
 
     Source: arXiv:2412.19437, section 2.2, and `MtpModel` of transformers 5.24.
     """
+
+    streams = 1
 
     def __init__(
         self,
@@ -73,8 +76,8 @@ class Drafter(nnx.Module):
 
         Returns:
           The vectors with which the next pairs are made, the vectors of which the head makes
-          logits, and the updated cache entries. For all present families, the two are the same
-          vectors.
+          logits, and the updated cache entries. The two are the same vectors, except in
+          DeepSeek-V4.
         """
         parts = (
             self.embedding_norm.normalize_sum(Residual(embedded))[1],

@@ -19,7 +19,7 @@ from jax_nvfp4_moe.models.decoder import (
 )
 from jax_nvfp4_moe.models.drafter import Drafter
 from jax_nvfp4_moe.nn.building.builder import Builder
-from jax_nvfp4_moe.nn.building.keys import KeyTable
+from jax_nvfp4_moe.nn.building.keys import DRAFTER, KeyTable
 
 DRAFTS = (None, "mtp")
 # What wrappers of a language model may put before ``mtp.``.
@@ -62,12 +62,18 @@ class DraftForm:
       build_layers: takes the sizes of the model and a `Builder`, and returns the decoder layers.
       centered: whether the norms in the file store ``weight - 1``.
       count: takes the sizes of the model and returns the number of decoder layers of a drafter.
+      drafter: takes the sizes, the `Builder` and the arguments of `Drafter`, and returns a drafter.
+        None, the default, makes a `Drafter`.
+      joined: the number of vectors that the linear ``joint`` reads: an embedding, and by default
+        also the model's vector.
     """
 
     names: Mapping[str, str]
     build_layers: Callable[[Any, Builder], Sequence[Any]]
     centered: bool = False
     count: Callable[[Any], int] = lambda config: 1
+    drafter: Callable[..., Drafter] | None = None
+    joined: int = 2
 
     def indices(self, config: Any) -> tuple[int, int]:
         """Return the indices that the first and the last layer of the drafter have in the file."""
@@ -148,23 +154,18 @@ def check_draft(draft: Any) -> None:
 
 
 def build_drafter(row: Architecture, config: Any, make: Builder) -> Drafter | None:
-    """Make the drafter of a model, at the path ``drafter``.
+    """Make the drafter of a model, at the path `DRAFTER`.
 
     Problems with the file, such as missing drafting layers, are noted in `make`. None is then
     returned.
 
     Args:
-      row: the architecture.
+      row: the architecture, which has a form of drafting layers.
       config: the sizes of the model.
       make: the builder of the model.
     """
-    form = row.drafting
-    if form is None:
-        make.problem(
-            "draft='mtp': drafting layers of this architecture are not read; load it without draft"
-        )
-        return None
-    inner = make.inside("drafter", form.keys(row.keys, config))
+    form: DraftForm = row.drafting
+    inner = make.inside(DRAFTER, form.keys(row.keys, config))
     if not any(inner.holds(part) for part in _PARTS):
         looked = ", ".join(f"{inner.key(part)}.weight" for part in _PARTS)
         make.problem(
@@ -180,15 +181,20 @@ def build_drafter(row: Architecture, config: Any, make: Builder) -> Drafter | No
     def norm(path):
         return inner.norm(path, h, config.eps, centered=form.centered)
 
-    return Drafter(
+    parts = (
         norm("embedding_norm"),
         norm("hidden_norm"),
-        inner.linear("joint", h, 2 * h),
+        inner.linear("joint", h, form.joined * h),
         layers,
         norm("norm"),
-        embedding=_own_embedding(config, make, inner),
-        head=_own_head(config, make, inner),
     )
+    own = {
+        "embedding": _own_embedding(config, make, inner),
+        "head": _own_head(config, make, inner),
+    }
+    if form.drafter is None:
+        return Drafter(*parts, **own)
+    return form.drafter(config, inner, *parts, **own)
 
 
 def _leave_further(inner: Builder, index: int) -> None:

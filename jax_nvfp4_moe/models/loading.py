@@ -357,6 +357,14 @@ def find_model(
       CheckpointError: lists everything that is missing, misshapen or unexpected. Nothing is read.
     """
     row, config = _read_config(checkpoint)
+    if draft is not None and row.drafting is None:
+        names = list_architectures(merge_text_config(checkpoint.config))
+        supported = [name for name, one in ARCHITECTURES.items() if one.drafting is not None]
+        problem = (
+            f"draft={draft!r}: drafting layers of {quoted(names)} are not read; load it without "
+            f"draft. Those of these architectures are read: {', '.join(supported)}"
+        )
+        raise CheckpointError([problem], str(checkpoint.folder))
     few = refuse_layers(checkpoint.tensors, config.num_layers)
     if few is not None:
         raise CheckpointError([few], str(checkpoint.folder))

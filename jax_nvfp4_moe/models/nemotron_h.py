@@ -45,6 +45,7 @@ _KINDS = {
     "mlp": DENSE,
     "moe": MOE,
 }
+_MOST_DRAFTING = 64  # layers of a drafter; published models have two
 _ACTIVATIONS = {
     "relu2": "relu2",
     "silu": "silu_no_mul",
@@ -153,7 +154,8 @@ def _read_drafting_pattern(config) -> str:
     those who load drafting layers, and for nobody else.
     """
     listed = config.get("mtp_layers_block_type") or config.get("mtp_hybrid_override_pattern")
-    kinds = [_KINDS.get(str(one), one) for one in listed] if isinstance(listed, list | str) else []
+    listed = listed[:_MOST_DRAFTING] if isinstance(listed, list | str) else []
+    kinds = [_KINDS.get(str(one), one) for one in listed]
     return "".join(one for one in kinds if one in (ATTENTION, MOE)) or ATTENTION + MOE
 
 

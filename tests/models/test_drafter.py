@@ -13,6 +13,7 @@ from support.files.drafted import (
     drafting_reference,
     in_bfloat16,
     in_fp8,
+    in_fp8_blocks,
     packed,
     stacked,
     write_drafted,
@@ -21,14 +22,15 @@ from support.files.drafting_tensors import DRAFTED, drafting_tensors
 from support.files.given import CHECKPOINTS
 from support.models.architecture import relative
 
-from jax_nvfp4_moe import CheckpointError, load_model, restore, save
+from jax_nvfp4_moe import CheckpointError, explain, load_model, restore, save
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedExperts
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 QWEN, GLM = "qwen3_next-modelopt-w4a16", "glm4_moe-groups-modelopt-w4a16"
-NEMOTRON = "nemotron_h-latent-modelopt-w4a16"
+NEMOTRON, KIMI = "nemotron_h-latent-modelopt-w4a16", "kimi_k2-modelopt-w4a16"
+DEEPSEEK_V4 = "deepseek_v4-modelopt-w4a16"
 # The logits agree to about 1e-6. With the two halves that are joined in the other order, or with
 # vectors from before the last norm, they differ by more than 0.1.
 BOUND, WRONG = 1e-5, 0.1
@@ -84,9 +86,11 @@ def test_the_order_of_joining_and_the_last_norm_matter(load):
     assert relative(draft(swapped, hidden, ids), expected) > WRONG
 
 
-def test_the_model_returns_the_vectors_that_its_head_reads(load):
-    ids, hidden, expected = drafting_reference(QWEN)
-    model = load(QWEN)
+@pytest.mark.parametrize("name", [QWEN, DEEPSEEK_V4])
+def test_the_model_returns_the_vectors_that_drafts_are_made_with(name, load):
+    """Normalized vectors, and in DeepSeek-V4 all residual streams."""
+    ids, hidden, expected = drafting_reference(name)
+    model = load(name)
     _, found = read(model, ids)
     assert relative(found, hidden) < BOUND
     assert relative(draft(model, found, ids), expected) < BOUND
@@ -104,7 +108,7 @@ def test_vectors_of_all_positions_come_with_logits_of_one(load):
     assert cache.lengths.tolist() == [4, 2]
 
 
-@pytest.mark.parametrize("name", [QWEN, "deepseek_v32-modelopt-w4a16", NEMOTRON])
+@pytest.mark.parametrize("name", [DEEPSEEK_V4, "deepseek_v32-modelopt-w4a16"])
 def test_steps_with_a_cache_draft_what_one_call_drafts(name, load):
     """The rows read different numbers of pairs, in steps of up to five pairs."""
     ids, hidden, _ = drafting_reference(name)
@@ -144,14 +148,18 @@ def test_stacked_experts_in_bfloat16_draft_as_single_ones(load):
 
 
 @pytest.mark.parametrize(
-    ("change", "kinds", "stated"),
-    [(packed, {"nvfp4"}, {}), (packed, {"nvfp4"}, {"excluded": True}), (in_fp8, {"fp8"}, {})],
+    ("name", "change", "kind", "stated"),
+    [
+        (GLM, packed, "nvfp4", {"excluded": True}),
+        (GLM, in_fp8, "fp8", {}),
+        (KIMI, in_fp8_blocks, "fp8", {}),
+    ],
 )
-def test_what_is_stored_decides_the_format(change, kinds, stated, load):
-    """The list of exclusions is right about the drafting layers, wrong about them, or silent."""
-    ids, hidden, _ = drafting_reference(GLM)
-    model = load(GLM, lambda tensors: change(tensors)[0], **stated)
-    meant = load(GLM, lambda tensors: change(tensors)[1])
+def test_what_is_stored_decides_the_format(name, change, kind, stated, load):
+    """The configs call all linears NVFP4, or say that no drafting layer is quantized."""
+    ids, hidden, _ = drafting_reference(name)
+    model = load(name, lambda tensors: change(tensors)[0], **stated)
+    meant = load(name, lambda tensors: change(tensors)[1])
     assert relative(draft(model, hidden, ids), draft(meant, hidden, ids)) < BOUND
     found = set()
     for _, module in nnx.iter_modules(model.drafter):
@@ -159,7 +167,19 @@ def test_what_is_stored_decides_the_format(change, kinds, stated, load):
             found.add("nvfp4")
         if isinstance(module, FP8Linear):
             found.add("fp8")
-    assert found == kinds
+    assert found == {kind}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapper"), [(DEEPSEEK_V4, "model."), (NEMOTRON, "language_model.")]
+)
+def test_names_below_a_wrapper(name, wrapper, load):
+    ids, hidden, expected = drafting_reference(name)
+
+    def change(tensors):
+        return {wrapper + name: tensor for name, tensor in in_bfloat16(tensors).items()}
+
+    assert relative(draft(load(name, change), hidden, ids), expected) < BOUND
 
 
 def test_the_default_scheme_and_dtype_run_packed_and_stacked_drafters(load):
@@ -172,7 +192,7 @@ def test_the_default_scheme_and_dtype_run_packed_and_stacked_drafters(load):
         assert relative(plain, np.asarray(exact)) < 0.05
 
 
-@pytest.mark.parametrize("name", ["kimi_k2-modelopt-w4a16", QWEN])
+@pytest.mark.parametrize("name", [KIMI, QWEN])
 def test_an_embedding_and_a_head_of_its_own(name, load, caplog):
     """Copies of the model's are left out; others are used."""
     caplog.set_level(logging.INFO, "jax_nvfp4_moe")
@@ -202,9 +222,7 @@ def test_drafting_layers_in_a_file_that_no_index_names(load):
     assert relative(draft(load(GLM, file="mtp"), hidden, ids), expected) < BOUND
 
 
-@pytest.mark.parametrize(
-    ("name", "stem"), [("kimi_k2-modelopt-w4a16", "model.layers.3"), (QWEN, "mtp.layers.1")]
-)
+@pytest.mark.parametrize(("name", "stem"), [(KIMI, "model.layers.3"), (QWEN, "mtp.layers.1")])
 def test_of_several_drafters_the_first_is_read(name, stem, load, caplog):
     caplog.set_level(logging.INFO, "jax_nvfp4_moe")
     ids, hidden, expected = drafting_reference(name)
@@ -227,7 +245,7 @@ def test_drafting_layers_are_left_out_unless_asked_for(tmp_path, caplog):
         model.draft(jnp.zeros((1, 1, 64)), jnp.zeros((1, 1), jnp.int32), model.init_cache(1, 8))
 
 
-@pytest.mark.parametrize("name", ["kimi_k2-modelopt-w4a16", "qwen3_5_moe-modelopt-w4a16", NEMOTRON])
+@pytest.mark.parametrize("name", [KIMI, "qwen3_5_moe-modelopt-w4a16", NEMOTRON])
 def test_a_file_without_drafting_layers(name):
     wanted = {"kimi": r"model\.layers\.2\.eh_proj", "qwen": r"mtp\.fc", "nemo": r"mtp.*\.enorm"}
     with pytest.raises(CheckpointError, match=f"no drafting layers; .*{wanted[name[:4]]}"):
@@ -235,7 +253,8 @@ def test_a_file_without_drafting_layers(name):
 
 
 def test_an_architecture_whose_drafting_layers_are_not_read():
-    with pytest.raises(CheckpointError, match="of this architecture are not read"):
+    message = r"of \['MixtralForCausalLM'\] are not read.*: Qwen3MoeForCausalLM, Deepseek"
+    with pytest.raises(CheckpointError, match=message):
         load_model(CHECKPOINTS / "mixtral-window-modelopt-w4a16", draft="mtp")
 
 
@@ -285,23 +304,22 @@ def test_a_saved_model_keeps_its_drafter(load, tmp_path):
 
 
 @pytest.mark.two_devices
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("qwen3moe-modelopt-w4a16", {"data": 2, "expert": 2, "tensor": 2}),
-        (GLM, {"data": 2, "expert": 2}),
-    ],
-)
-def test_over_a_mesh(name, shape, tmp_path):
+def test_over_a_mesh(tmp_path):
     """There are two rows, which `data` shards. The experts of the drafter are packed."""
+    name, shape = "qwen3moe-modelopt-w4a16", {"data": 2, "expert": 2, "tensor": 2}
     ids, hidden, _ = drafting_reference(name)
     ids, hidden = np.resize(ids, (2, 12)), np.resize(hidden, (2, 12, hidden.shape[-1]))
     folder = write_drafted(name, tmp_path / "drafted", lambda tensors: packed(tensors)[0])
     expected = draft(load_model(folder, draft="mtp", **EXACT), hidden, ids)
-    mesh = jax.make_mesh(
-        tuple(shape.values()), tuple(shape), devices=jax.devices()[: 2 ** len(shape)]
-    )
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), devices=jax.devices()[:8])
     model = load_model(folder, draft="mtp", mesh=mesh, **EXACT)
     assert relative(draft(model, hidden, ids), np.asarray(expected)) < BOUND
     with pytest.raises(ValueError, match="next_ids: expected ids"):
         model.draft(hidden, ids + 512, model.init_draft_cache(2, 12))
+
+
+def test_explain_describes_the_model_before_its_drafter(load):
+    model = load(GLM, lambda tensors: packed(tensors)[0])
+    names = [name for name, _ in explain(model).modules]
+    assert names[0] == "layers.0.attention.out"
+    assert names[-1] == "drafter.layers.0.mlp.experts"

@@ -4,8 +4,9 @@ Each folder is a checkpoint of ``tests/checkpoints`` that `DRAFTED` lists. It ge
 from ``tests/support/files/drafting_tensors.py``, under published names and in bfloat16.
 transformers runs the model in float32, as modelopt dequantizes it, and its `MtpModel` drafts from
 the model's last hidden states. ``tests/checkpoints/drafting`` gets these states and the logits of
-all pairs of a token's vector and of the token that follows. Nemotron-H has no `MtpModel`, so
-`NemotronDrafter` is written after vLLM's ``nemotron_h_mtp.py``.
+all pairs of a token's vector and of the token that follows. Nemotron-H and DeepSeek-V4 have no
+`MtpModel`: their drafters are written after vLLM's ``nemotron_h_mtp.py`` and
+``deepseek_v4_mtp.py``.
 """
 
 import json
@@ -28,6 +29,7 @@ from tests.support.files.drafting_tensors import DRAFTED, drafting_names, drafti
 CHECKPOINTS = pathlib.Path(__file__).parents[1] / "checkpoints"
 FILE = CHECKPOINTS / "drafting/reference.safetensors"
 # Fields of a config that list the layers of a model, and what they are for its drafting layer.
+BESIDE = ("enorm", "hnorm", "e_proj", "h_proj")  # of the drafting layer of DeepSeek-V4
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 LISTS = {"mtp_layer_types": "layer_types", "mtp_mlp_layer_types": "mlp_layer_types"}
 
@@ -119,13 +121,51 @@ def load_model(source: pathlib.Path, scratch: pathlib.Path) -> transformers.PreT
     return generate.dense_model(kind, scratch, weights)
 
 
+def draft_from_streams(
+    model: Any, source: pathlib.Path, scratch: pathlib.Path, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the residual streams of DeepSeek-V4, and the vectors that its head reads for drafts.
+
+    The drafting layer is the only layer of a model of its own, whose embedding is not used.
+    """
+    kept = []
+    with model.model.layers[-1].register_forward_hook(lambda layer, given, out: kept.append(out)):
+        model(ids, use_cache=False)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "mlp_layer_types": ["moe"]}
+    config["layer_types"] = config["layer_types"][:1]
+    tensors = {name: torch.from_numpy(one) for name, one in drafting_tensors(source).items()}
+    beside = {part: tensors.pop(f"mtp.0.{part}.weight") for part in BESIDE}
+    named = {"model.embed_tokens.weight": model.get_input_embeddings().weight.detach().clone()}
+    named["head.weight"] = model.get_output_embeddings().weight.detach().clone()
+    for name, tensor in tensors.items():
+        rest = name.removeprefix("mtp.0.")
+        own = rest.replace("hc_head_", "hc_head.hc_").replace("attn.kv_norm", "attn.norm")
+        named[
+            f"model.{own}" if "hc_head" in own or own == "norm.weight" else f"model.layers.0.{own}"
+        ] = tensor
+    weights = dense.Dense(named, {}, {}, {}, [])
+    (scratch / "config.json").write_text(json.dumps(config))
+    drafter = generate.dense_model(ARCHITECTURES["deepseek_v4"], scratch, weights)
+    norms = [type(drafter.model.norm)(config["hidden_size"], config["rms_norm_eps"]) for _ in "eh"]
+    for norm, part in zip(norms, ("enorm", "hnorm"), strict=True):
+        norm.weight.copy_(beside[part])
+    embedded = norms[0](model.get_input_embeddings()(ids[:, 1:])) @ beside["e_proj"].T
+    x = norms[1](kept[0][:, :-1]) @ beside["h_proj"].T + embedded[:, :, None]
+    with drafter.model.layers[0].register_forward_pre_hook(lambda layer, given: (x, *given[1:])):
+        found = drafter.model(ids[:, 1:], use_cache=False).last_hidden_state
+    return kept[0].flatten(2), found
+
+
 def run(source: pathlib.Path) -> dict[str, torch.Tensor]:
     """Return the model's vectors of the folder's input_ids, and the logits of their pairs."""
     ids = safetensors.torch.load_file(source / "reference.safetensors")["input_ids"]
     with torch.no_grad(), tempfile.TemporaryDirectory() as scratch:
         model = load_model(source, pathlib.Path(scratch))
         hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
-        if model.config.model_type == "nemotron_h":
+        if model.config.model_type == "deepseek_v4":
+            hidden, found = draft_from_streams(model, source, pathlib.Path(scratch), ids)
+        elif model.config.model_type == "nemotron_h":
             tensors = {n: torch.from_numpy(one) for n, one in drafting_tensors(source).items()}
             embedded = model.get_input_embeddings()(ids[:, 1:])
             found = NemotronDrafter(model, tensors).eval()(embedded, hidden[:, :-1])

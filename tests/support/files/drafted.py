@@ -66,6 +66,22 @@ def in_fp8(tensors):
     return stored, meant
 
 
+def in_fp8_blocks(tensors):
+    """Return tensors with all linears in FP8 with scales of blocks, and what they stand for."""
+    stored, meant = in_bfloat16(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight"):
+            n, k = tensor.shape
+            blocks = np.pad(tensor, [(0, -n % 128), (0, -k % 128)])
+            blocks = blocks.reshape(-(-n // 128), 128, -(-k // 128), 128)
+            scale = np.abs(blocks).max((1, 3)) / np.float32(448)
+            every = np.kron(scale, np.ones((128, 128), np.float32))[:n, :k]
+            stored[name] = (tensor / every).astype(ml_dtypes.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            meant[name] = stored[name].astype(np.float32) * every
+    return stored, meant
+
+
 def write_drafted(name, folder, change=in_bfloat16, *, file="model", excluded=False, **config):
     """Write a given checkpoint with drafting layers, and return its folder.
 

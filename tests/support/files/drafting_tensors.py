@@ -27,6 +27,12 @@ NEMOTRON = {
     "layer": "mtp.layers.0",
     "norm": "mtp.layers.1.final_layernorm",
 }
+DEEPSEEK_V4 = {
+    "embedding": "mtp.0.enorm",
+    "hidden": "mtp.0.hnorm",
+    "layer": "mtp.0",
+    "norm": "mtp.0.norm",
+}
 # The folder of a checkpoint -> how its drafting layers are called, and the layers of the model that
 # they are like.
 DRAFTED = {
@@ -39,10 +45,11 @@ DRAFTED = {
     "glm4_moe_lite-modelopt-w4a16": (None, (0,)),
     "deepseek_v32-modelopt-w4a16": (None, (1,)),
     "glm_moe_dsa-modelopt-w4a16": (None, (1,)),
+    "deepseek_v4-modelopt-w4a16": (DEEPSEEK_V4, (0,)),
     "nemotron_h-modelopt-w4a16": (NEMOTRON, (1, 2)),
     "nemotron_h-latent-modelopt-w4a16": (NEMOTRON, (2, 1)),
 }
-_SCALES = re.compile(r"_scale(_2)?$")
+_SCALES = re.compile(r"\.(weight|input)_scale(_2)?$")
 
 
 def behind(layers: int) -> dict[str, str]:
@@ -91,6 +98,21 @@ def drafting_names(folder: pathlib.Path) -> dict[str, str]:
     return names or behind(config["num_hidden_layers"])
 
 
+def _of_streams(made: dict, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return what DeepSeek-V4 has beside a layer, whose experts no table chooses."""
+    del made["mtp.0.ffn.gate.tid2eid"]
+    width = made["mtp.0.hc_attn_fn"][1]
+    streams = width // hidden
+    return {
+        "mtp.0.ffn.gate.bias": made["mtp.0.ffn.gate.weight"][:1],
+        "mtp.0.e_proj.weight": (hidden, hidden),
+        "mtp.0.h_proj.weight": (hidden, hidden),
+        "mtp.0.hc_head_fn": (streams, width),
+        "mtp.0.hc_head_base": (streams,),
+        "mtp.0.hc_head_scale": (1,),
+    }
+
+
 def drafting_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
     """Return the drafting layers of a given checkpoint in float32, by their names in the file."""
     names, (_, layers) = drafting_names(folder), DRAFTED[folder.name]
@@ -103,7 +125,10 @@ def drafting_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
             if found := inside.fullmatch(name):
                 made[f"{stem}.{found[1]}"] = shape
     hidden = shapes[next(name for name in shapes if "embed" in name)][1]
-    made[f"{names['joint']}.weight"] = (hidden, 2 * hidden)
+    if "joint" in names:
+        made[f"{names['joint']}.weight"] = (hidden, 2 * hidden)
+    else:
+        made |= _of_streams(made, hidden)
     for part in ("embedding", "hidden", "norm"):
         made[f"{names[part]}.weight"] = (hidden,)
     return {name: values(name, shape) for name, shape in sorted(made.items())}
