@@ -64,7 +64,7 @@ def _open(model, batch, room):
     """Return empty caches, and logits and hidden states of zeros."""
     model = restore_model(model)
     logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
-    hidden = jnp.zeros((batch, model.config.hidden), model.dtype)
+    hidden = jnp.zeros((batch, model.drafter.streams * model.config.hidden), model.dtype)
     return model.init_cache(batch, room), model.init_draft_cache(batch, room), logits, hidden
 
 

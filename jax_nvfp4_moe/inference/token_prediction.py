@@ -80,10 +80,11 @@ def propose(model: Any, memory: Memory, count: int) -> tuple[Int32[Array, "b n"]
         memory.hidden, memory.following, cache, lengths=memory.count, logits_at=last
     )
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-    drafts = [_likeliest(logits)]
+    drafts, read = [_likeliest(logits)], cache
     for _ in range(count - 1):
         logits, hidden, cache = model.draft(hidden, drafts[-1], cache)
         drafts.append(_likeliest(logits))
+    cache = model.forget_drafts(read, cache)
     return jnp.concatenate(drafts, axis=1), dataclasses.replace(memory, cache=cache)
 
 

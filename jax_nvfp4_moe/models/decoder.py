@@ -352,7 +352,7 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: the model has no drafting layers; otherwise as for a call of the model.
         """
-        streams = getattr(_require_drafter(self), "streams", 1)
+        streams = _require_drafter(self).streams
         _check_call(next_ids, cache, "next_ids")
         expected = (*next_ids.shape, streams * self.config.hidden)
         if hidden.shape != expected or not jnp.issubdtype(hidden.dtype, jnp.floating):
@@ -377,6 +377,21 @@ class Decoder(nnx.Module):
             x = _take_one(Residual(x), positions, logits_at).x
         logits = self._logits(x) if drafter.head is None else self._multiply(drafter.head, x)
         return self._shard_rows((logits, hidden, Cache(entries, read, cache.max_length)))
+
+    def forget_drafts(self, read: Cache, drafted: Cache) -> Cache:
+        """Return the cache `read` of `draft`, in the memory of a later one.
+
+        Args:
+          read: the cache after pairs that stay.
+          drafted: the cache after further pairs, which the next calls overwrite.
+        """
+        layers = []
+        for layer, old, new in zip(
+            _require_drafter(self).layers, read.layers, drafted.layers, strict=True
+        ):
+            states = _state_names(layer)
+            layers.append({**new, **{name: old[name] for name in old if name in states}})
+        return Cache(tuple(layers), read.lengths, read.max_length)
 
     def score(
         self,

@@ -16,6 +16,7 @@ from jax_nvfp4_moe.inference.pair_prefill import start_with_pairs
 from jax_nvfp4_moe.inference.sampling import make_sampling
 
 QWEN, NEMOTRON = "qwen3_next-modelopt-w4a16", "nemotron_h-latent-modelopt-w4a16"
+DEEPSEEK_V4 = "deepseek_v4-modelopt-w4a16"  # its cache has states, and it reads several streams
 DRAFTS = 3
 
 
@@ -43,10 +44,14 @@ def reference(model, hidden, text, length):
     return jnp.concatenate(drafts, axis=1)[0]
 
 
-@pytest.mark.parametrize("chunk", [5, 512])
-def test_drafts_are_those_of_the_whole_text(chunk, load):
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [(QWEN, 5), (QWEN, 512), pytest.param(DEEPSEEK_V4, 5, marks=pytest.mark.slow)],
+)
+def test_drafts_are_those_of_the_whole_text(name, chunk, load):
     """Rows keep different numbers of drafts, and the prompt is run in one or several chunks."""
-    model, drafting = load(QWEN), choose_drafting(load(QWEN), "mtp", DRAFTS)
+    model = load(name)
+    drafting = choose_drafting(model, "mtp", DRAFTS)
     vocabulary, lengths = model.config.vocab_size, np.array([9, 12], np.int32)
     text = np.random.default_rng(1).integers(vocabulary, size=(2, 30), dtype=np.int32)
     hidden = jax.jit(lambda model, text: model(text, with_hidden=True)[1])(model, text)
@@ -75,7 +80,10 @@ def test_drafts_are_those_of_the_whole_text(chunk, load):
         known = known + count
 
 
-@pytest.mark.parametrize("name", [QWEN, pytest.param(NEMOTRON, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [QWEN, *(pytest.param(name, marks=pytest.mark.slow) for name in (NEMOTRON, DEEPSEEK_V4))],
+)
 def test_tokens_are_those_without_drafts(name, load):
     model = load(name)
     ids = np.random.default_rng(0).integers(model.config.vocab_size, size=(3, 9), dtype=np.int32)
