@@ -141,9 +141,11 @@ def test_logits_at_are_those_of_one_pair(load):
     assert relative(logits[:, 0], expected[:, 40]) < BOUND
 
 
-def test_stacked_experts_in_bfloat16_draft_as_single_ones(load):
-    ids, hidden, expected = drafting_reference(QWEN)
-    model = load(QWEN, stacked)
+@pytest.mark.parametrize("name", [QWEN, "qwen3moe-modelopt-w4a16"])
+def test_stacked_experts_in_bfloat16_draft_as_single_ones(name, load):
+    """In the second checkpoint, gate and up together are square: their shape tells nothing."""
+    ids, hidden, expected = drafting_reference(name)
+    model = load(name, stacked)
     assert relative(draft(model, hidden, ids), expected) < BOUND
 
 
