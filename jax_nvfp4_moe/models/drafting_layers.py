@@ -176,9 +176,9 @@ def build_drafter(row: Architecture, config: Any, make: Builder) -> Drafter | No
         )
         return None
     h = config.hidden
+    inner.claim("all")
     layers = form.build_layers(config, inner)
     _leave_further(inner, form.indices(config)[1] + 1)
-    inner.claim("all")
 
     def norm(path):
         return inner.norm(path, h, config.eps, centered=form.centered)

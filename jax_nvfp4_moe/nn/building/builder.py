@@ -160,7 +160,7 @@ class Builder:
         self._table.problem(sentence)
 
     def claim(self, path: str) -> None:
-        """Declare that tensors below `path` that nobody asks for are problems, not known extras."""
+        """Declare that the drafting layers below `path` are loaded; see `Finder.claimed`."""
         self._table.claim(f"{self.key(path)}.")
 
     def warn(self, fact: str) -> None:
