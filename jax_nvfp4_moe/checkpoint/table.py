@@ -84,7 +84,6 @@ class WeightTable:
         self._cache_scales = CacheScaleFinder(self._finder, str(checkpoint.folder))
         self.requests = Requests()
         self._unknown_experts: list[str] = []
-        self._claimed: list[str] = []
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor called `name`."""
@@ -116,8 +115,8 @@ class WeightTable:
         self._finder.problems.append(sentence)
 
     def claim(self, prefix: str) -> None:
-        """Let `check` report tensors below `prefix` that nobody asks for, even if known extras."""
-        self._claimed.append(prefix)
+        """Declare that the drafting layers below `prefix` are loaded; see `Finder.claimed`."""
+        self._finder.claimed.append(prefix)
 
     def ignore(self, prefix: str, reason: str) -> None:
         """Leave out the tensors whose names begin with `prefix`, and log the reason."""
@@ -312,7 +311,6 @@ class WeightTable:
                     scopes,
                     num_layers,
                     count_drafting_layers(checkpoint.config),
-                    tuple(self._claimed),
                 ),
             ]
         )

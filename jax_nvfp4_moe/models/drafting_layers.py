@@ -165,7 +165,9 @@ def build_drafter(row: Architecture, config: Any, make: Builder) -> Drafter | No
       make: the builder of the model.
     """
     form: DraftForm = row.drafting
-    inner = make.inside(DRAFTER, form.keys(row.keys, config))
+    # All families whose drafting layers stack their experts store outputs before inputs.
+    keys = form.keys(row.keys, config)
+    inner = make.inside(DRAFTER, keys, square_inputs_first=False)
     if not any(inner.holds(part) for part in _PARTS):
         looked = ", ".join(f"{inner.key(part)}.weight" for part in _PARTS)
         make.problem(
@@ -174,9 +176,9 @@ def build_drafter(row: Architecture, config: Any, make: Builder) -> Drafter | No
         )
         return None
     h = config.hidden
+    inner.claim("all")
     layers = form.build_layers(config, inner)
     _leave_further(inner, form.indices(config)[1] + 1)
-    inner.claim("all")
 
     def norm(path):
         return inner.norm(path, h, config.eps, centered=form.centered)

@@ -19,10 +19,11 @@ from support.files.drafted import (
     write_drafted,
 )
 from support.files.drafting_tensors import DRAFTED, drafting_tensors
-from support.files.given import CHECKPOINTS
+from support.files.given import CHECKPOINTS, copy_with_config
 from support.models.architecture import relative
 
 from jax_nvfp4_moe import CheckpointError, explain, load_model, restore, save
+from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedExperts
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.numerics.tensor import MoEParams
@@ -141,9 +142,11 @@ def test_logits_at_are_those_of_one_pair(load):
     assert relative(logits[:, 0], expected[:, 40]) < BOUND
 
 
-def test_stacked_experts_in_bfloat16_draft_as_single_ones(load):
-    ids, hidden, expected = drafting_reference(QWEN)
-    model = load(QWEN, stacked)
+@pytest.mark.parametrize("name", [QWEN, "qwen3moe-modelopt-w4a16"])
+def test_stacked_experts_in_bfloat16_draft_as_single_ones(name, load):
+    """In the second checkpoint, gate and up together are square: their shape tells nothing."""
+    ids, hidden, expected = drafting_reference(name)
+    model = load(name, stacked)
     assert relative(draft(model, hidden, ids), expected) < BOUND
 
 
@@ -323,3 +326,16 @@ def test_explain_describes_the_model_before_its_drafter(load):
     names = [name for name, _ in explain(model).modules]
     assert names[0] == "layers.0.attention.out"
     assert names[-1] == "drafter.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("scheme", ["checkpoint", None])
+def test_drafting_layers_need_no_input_scales(scheme, tmp_path, caplog):
+    """Tools calibrate the model alone. The file declares W4A4 for all linears."""
+    drafting, _ = packed(drafting_tensors(CHECKPOINTS / "qwen3moe-modelopt-w4a16"))
+    folder = copy_with_config(CHECKPOINTS / "qwen3moe-modelopt-w4a4", tmp_path / "drafted")
+    write_safetensors(folder / "mtp.safetensors", drafting)
+    model = load_model(folder, draft="mtp", scheme=scheme)
+    assert model.drafter.layers[0].mlp.experts.scheme == "w4a16"
+    assert model.layers[0].mlp.experts.scheme == ("w4a16" if scheme is None else "w4a4")
+    said = "no input scale for this drafting layer: activations are not rounded (w4a16)"
+    assert said in caplog.text

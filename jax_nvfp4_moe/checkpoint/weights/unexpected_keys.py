@@ -50,7 +50,6 @@ def find_unexpected_keys(
     only: Sequence[str],
     num_layers: int | None,
     drafting: int = 0,
-    claimed: tuple[str, ...] = (),
 ) -> Iterator[str]:
     """Yield a sentence for each tensor that nobody asked for in a module that is loaded.
 
@@ -61,8 +60,6 @@ def find_unexpected_keys(
       only: the modules to search. An empty sequence searches the whole checkpoint.
       num_layers: the number of layers in the config. Tensors of later layers are left out.
       drafting: the number of layers after those that predict further tokens.
-      claimed: prefixes of drafting layers that are loaded. Below them, only what other modules have
-        as extras is left out.
     """
     scopes = [f"{module}." for module in only] or [""]
     loaded = {name.split(".")[0] for name in finder.taken}
@@ -70,7 +67,7 @@ def find_unexpected_keys(
         if name in finder.taken:
             continue
         info = finder.tensors.info(name)
-        inside = name.startswith(claimed)
+        inside = name.startswith(tuple(finder.claimed))
         extra = known_extra(name, None if inside else num_layers)
         if inside and extra in _OF_OTHER_MODULES:
             extra = None

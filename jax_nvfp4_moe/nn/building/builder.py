@@ -101,16 +101,22 @@ class Builder:
         self.settings, self._table, self._keys = settings, table, keys
         self.parts: list[Part] = []
         self.shards, self._specs, self._scope = 1, {}, ""
+        self._square_inputs_first: bool | None = None
 
-    def inside(self, path: str, keys: KeyTable) -> "Builder":
+    def inside(
+        self, path: str, keys: KeyTable, *, square_inputs_first: bool | None = None
+    ) -> "Builder":
         """Return a builder for the parts of one module of the model, with its own key table.
 
         Args:
           path: path of the module. Paths that are passed to the returned builder begin below it.
           keys: key table of the module.
+          square_inputs_first: how stacks of square experts lie, whose shapes do not tell; as
+            `inputs_first` of `WeightTable.experts`. None, the default, reports them as a problem.
         """
         other = copy.copy(self)
         other._scope, other._keys = f"{self._scope}{path}.", keys
+        other._square_inputs_first = square_inputs_first
         return other
 
     def sharded(self, specs: Mapping[str, ShardSpec | None]) -> "Builder":
@@ -154,7 +160,7 @@ class Builder:
         self._table.problem(sentence)
 
     def claim(self, path: str) -> None:
-        """Declare that tensors below `path` that nobody asks for are problems, not known extras."""
+        """Declare that the drafting layers below `path` are loaded; see `Finder.claimed`."""
         self._table.claim(f"{self.key(path)}.")
 
     def warn(self, fact: str) -> None:
@@ -449,6 +455,8 @@ class Builder:
           intermediate: width between the two products.
           **options: options of `WeightTable.experts`.
         """
+        if self._square_inputs_first is not None and hidden in (intermediate, 2 * intermediate):
+            options = {"inputs_first": self._square_inputs_first} | options
         source = self._table.experts(self.key(path), num_experts, hidden, intermediate, **options)
         self.parts.append(Part(self._scope + path, {"": source}))
         params, expert_mesh = source.value, self.settings.expert_mesh
