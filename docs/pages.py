@@ -31,6 +31,7 @@ GUIDES = tuple(
         "flax_models",
         "in_your_jax_project",
         "quantize",
+        "drafting",
         "evaluate",
         "fine_tune",
         "save",

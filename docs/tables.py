@@ -24,6 +24,8 @@ from jax_nvfp4_moe.numerics.activations import ACTIVATIONS, ALIASES
 
 GUIDES = pathlib.Path(__file__).parent / "guides"
 _QUANTIZERS = ("nvidia-modelopt", "llmcompressor")
+# The parts of drafting layers that every file has.
+_DRAFT = ("joint", "embedding_norm", "hidden_norm", "layers", "norm")
 # What `measure` writes -> how the table shows it.
 _MEASURES = dict.fromkeys(("experts", "blocks", "logits", "decoding"), "{:.1e}")
 _MEASURES |= {"bfloat16": "{:.2f}"}
@@ -34,11 +36,28 @@ def families() -> str:
     """Return the table of the supported families, as the files of `models` name themselves."""
     names = collections.defaultdict(list)
     for name, architecture in ARCHITECTURES.items():
-        file = sys.modules[architecture.read_config.__module__]
-        title = (file.__doc__ or "").splitlines()[0].rstrip(".")
-        names[title].append(f"`{name}`")
+        names[_title(architecture)].append(f"`{name}`")
     rows = [f"| {title} | {', '.join(names[title])} |" for title in sorted(names, key=str.lower)]
     return "\n".join(["| family | `architectures` |", "|---|---|", *rows]) + "\n"
+
+
+def drafting() -> str:
+    """Return the table of the families whose drafting layers are read, and of their names."""
+    forms = {_title(row): row.drafting for row in ARCHITECTURES.values() if row.drafting}
+    rows = []
+    for title in sorted(forms, key=str.lower):
+        names = [name.format(first="N", last="L") for name in forms[title].names.values()]
+        inside = [
+            name for part, name in zip(forms[title].names, names, strict=True) if part in _DRAFT
+        ]
+        rows.append(f"| {title} | {', '.join(f'`{name}`' for name in inside)} |")
+    return "\n".join(["| family | names |", "|---|---|", *rows]) + "\n"
+
+
+def _title(architecture) -> str:
+    """Return how the file of an architecture names its family."""
+    file = sys.modules[architecture.read_config.__module__]
+    return (file.__doc__ or "").splitlines()[0].rstrip(".")
 
 
 def activations() -> str:
@@ -116,6 +135,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "refused_formats": refused_formats,
     "harmless_keys": harmless_keys,
     "checkpoints": checkpoints,
+    "drafting": drafting,
 }
 
 

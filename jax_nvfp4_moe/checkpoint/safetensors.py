@@ -31,6 +31,8 @@ from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# A file of drafting layers, which the index of GLM-4.7 does not name.
+DRAFTS_FILE = "mtp.safetensors"
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _MOST_AXES = 32  # bounds the cost of multiplying the sizes of a hostile shape; no model has more
@@ -283,7 +285,8 @@ def open_tensors(folder: str | pathlib.Path) -> Tensors:
 
     Args:
       folder: contains ``model.safetensors.index.json`` and the files that it names, or
-        ``model.safetensors`` alone.
+        ``model.safetensors`` alone. Tensors that are only in ``mtp.safetensors`` are found too, if
+        that file exists.
 
     Raises:
       CheckpointError: lists everything that is wrong with the index and the headers.
@@ -303,6 +306,12 @@ def open_tensors(folder: str | pathlib.Path) -> Tensors:
             header = read_header(paths[file], file, problems)
             if header is not None:
                 headers[file] = header
+    if DRAFTS_FILE not in paths and exists(folder, DRAFTS_FILE):
+        with problems.collected():
+            paths[DRAFTS_FILE] = locate(folder, DRAFTS_FILE)
+            header = read_header(paths[DRAFTS_FILE], DRAFTS_FILE, problems) or {}
+            known = {name for one in headers.values() for name in one}
+            headers[DRAFTS_FILE] = {n: info for n, info in header.items() if n not in known}
     infos = _merge(headers, problems)
     for name, file in (listed or {}).items():
         if file in headers and name not in headers[file]:

@@ -110,6 +110,14 @@ class WeightTable:
         """
         return self._finder.decisions
 
+    def problem(self, sentence: str) -> None:
+        """Note a problem with the file, which `check` and `raise_problems` raise."""
+        self._finder.problems.append(sentence)
+
+    def claim(self, prefix: str) -> None:
+        """Declare that the drafting layers below `prefix` are loaded; see `Finder.claimed`."""
+        self._finder.claimed.append(prefix)
+
     def ignore(self, prefix: str, reason: str) -> None:
         """Leave out the tensors whose names begin with `prefix`, and log the reason."""
         self._finder.ignore(list(self._finder.tensors.under(prefix)), reason)

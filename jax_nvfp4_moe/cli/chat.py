@@ -18,6 +18,8 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.cli.options import (
     BackendOption,
     DispatchOption,
+    DraftOption,
+    DraftTokensOption,
     DtypeOption,
     ModelPath,
     SchemeOption,
@@ -28,11 +30,13 @@ from jax_nvfp4_moe.cli.options import (
     example_or,
     number,
     read_argument,
+    read_drafting,
 )
 from jax_nvfp4_moe.cli.output import report, say, write
 from jax_nvfp4_moe.cli.process_options import over_devices
 from jax_nvfp4_moe.inference.chat_template import check_mappings
 from jax_nvfp4_moe.inference.conversation import Conversation
+from jax_nvfp4_moe.inference.drafting import layers_to_load
 from jax_nvfp4_moe.inference.tokenizer import Tokenizer, load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model
 
@@ -75,6 +79,8 @@ def chat_command(
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
     dispatch: DispatchOption = "psum",
+    draft: DraftOption = None,
+    draft_tokens: DraftTokensOption = "auto",
 ) -> None:
     """Talk to a model.
 
@@ -89,7 +95,7 @@ def chat_command(
     with example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         how = {"dtype": dtype, "backend": backend, "mesh": devices, "dispatch": dispatch}
-        model = load_model(folder, scheme=scheme, **how)
+        model = load_model(folder, scheme=scheme, draft=layers_to_load(draft), **how)
     conversation = Conversation(
         model,
         max_length=_choose_length(max_length, model.config.max_positions),
@@ -98,6 +104,7 @@ def chat_command(
         top_p=top_p,
         stop_ids=tokenizer.stop_ids,
         key=jax.random.key(seed),
+        **read_drafting(draft, draft_tokens),
     )
     _greet(tokenizer, variables)
     _converse(conversation, Turns(tokenizer, system, variables), max_new_tokens)

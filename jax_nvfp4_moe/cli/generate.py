@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 from jax_nvfp4_moe.cli.options import (
     BackendOption,
     DispatchOption,
+    DraftOption,
+    DraftTokensOption,
     DtypeOption,
     ModelPath,
     SchemeOption,
@@ -21,9 +23,11 @@ from jax_nvfp4_moe.cli.options import (
     example_or,
     number,
     read_argument,
+    read_drafting,
 )
 from jax_nvfp4_moe.cli.output import report, write
 from jax_nvfp4_moe.cli.process_options import over_devices
+from jax_nvfp4_moe.inference.drafting import layers_to_load
 from jax_nvfp4_moe.inference.generation import stream
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model
@@ -59,6 +63,8 @@ def generate_command(
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
     dispatch: DispatchOption = "psum",
+    draft: DraftOption = None,
+    draft_tokens: DraftTokensOption = "auto",
 ) -> None:
     """Print a prompt and its continuation, token by token."""
     prompt = read_argument("prompt", prompt)
@@ -67,7 +73,7 @@ def generate_command(
         text = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
         ids = tokenizer.encode(text, special=not chat)
         how = {"dtype": dtype, "backend": backend, "mesh": devices, "dispatch": dispatch}
-        model = load_model(folder, scheme=scheme, **how)
+        model = load_model(folder, scheme=scheme, draft=layers_to_load(draft), **how)
     room = model.config.max_positions - len(ids)
     if max_new_tokens is None:
         max_new_tokens = max(1, min(_NEW_TOKENS, room))
@@ -83,6 +89,7 @@ def generate_command(
             top_p=top_p,
             stop_ids=tokenizer.stop_ids,
             key=jax.random.key(seed),
+            **read_drafting(draft, draft_tokens),
         ):
             arrivals.append(time.perf_counter())
             yield token[0]

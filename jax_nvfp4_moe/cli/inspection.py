@@ -1,7 +1,9 @@
 """Describe a checkpoint: its layers, and the scheme and backend of each. Reads headers only."""
 
 import collections
+import contextlib
 import dataclasses
+import logging
 import math
 import pathlib
 import re
@@ -11,8 +13,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_nvfp4_moe.checkpoint.folder import merge_text_config
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_num_layers
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
+from jax_nvfp4_moe.checkpoint.weights.unexpected_keys import find_drafting_layers
 from jax_nvfp4_moe.cli.escaping import escape_line
 from jax_nvfp4_moe.cli.output import table
 from jax_nvfp4_moe.models.loading import UnreadModel, abstract_model, list_architectures
@@ -75,6 +79,67 @@ class ModuleBytes:
     nbytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftingLayers:
+    """The drafting layers that a file offers.
+
+    Attributes:
+      layers: number of decoder layers that draft.
+      tensors: number of their tensors in the file.
+      nbytes: total size of these tensors in bytes.
+      formats: formats in which ``load_model(path, draft="mtp")`` loads their weights.
+      problem: why they cannot be loaded; None if they can.
+    """
+
+    layers: int
+    tensors: int
+    nbytes: int
+    formats: tuple[str, ...] = ()
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        """Return a line about them."""
+        many = "s" if self.layers > 1 else ""
+        size = f"{self.layers} layer{many} in {self.tensors} tensors, {mebibytes(self.nbytes)}"
+        if self.problem is not None:
+            return f"{size}; cannot be loaded: {self.problem}"
+        return f'{size}: {", ".join(self.formats)}; loaded by load_model(path, draft="mtp")'
+
+
+def find_drafting(path: str | pathlib.Path) -> DraftingLayers | None:
+    """Return the drafting layers that a checkpoint offers, or None if it has none.
+
+    Args:
+      path: folder or Hub name of the checkpoint. No weight is read.
+    """
+    with open_checkpoint(path) as checkpoint:
+        tensors = checkpoint.tensors
+        layers, names = find_drafting_layers(tensors, read_num_layers(checkpoint.config))
+        found = DraftingLayers(layers, len(names), sum(tensors.info(name).nbytes for name in names))
+    if not names:
+        return None
+    try:
+        with _quiet():
+            drafter = abstract_model(path, draft="mtp").model.drafter
+    except CheckpointError as error:
+        return dataclasses.replace(found, problem=error.problems[0])
+    assert drafter is not None
+    formats = dict.fromkeys(one.format for one in measure_bytes(drafter) if one.count)
+    return dataclasses.replace(found, formats=tuple(formats))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Write no warnings to the log, because an earlier load of the same files has done so."""
+    logger = logging.getLogger("jax_nvfp4_moe")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def measure_bytes(model: nnx.Module) -> list[ModuleBytes]:
     """Return the size of a model by kind of module and format; the sizes add up to the model's.
 
@@ -102,13 +167,12 @@ def bytes_report(path: str | pathlib.Path, load: UnreadModel) -> dict[str, Any]:
 
     Returns:
       A dictionary. "path", "architectures", "tensors" and "file_bytes" describe the files.
+      "drafting" has the fields of `DraftingLayers`, or is None.
       "loaded_bytes" is the size of the model. "modules" lists the fields of each `ModuleBytes`,
-      with `nbytes` under the name "bytes".
+      with `nbytes` under the name "bytes", and so does "drafting".
     """
     found = measure_bytes(load.model)
-    modules = [dataclasses.asdict(one) for one in found]
-    for module in modules:
-        module["bytes"] = module.pop("nbytes")
+    modules, drafting = list(map(_report, found)), find_drafting(path)
     with open_checkpoint(path) as checkpoint:
         names = checkpoint.tensors.names()
         return {
@@ -116,9 +180,16 @@ def bytes_report(path: str | pathlib.Path, load: UnreadModel) -> dict[str, Any]:
             "architectures": list_architectures(merge_text_config(checkpoint.config)),
             "tensors": len(names),
             "file_bytes": sum(checkpoint.tensors.info(name).nbytes for name in names),
+            "drafting": None if drafting is None else _report(drafting),
             "loaded_bytes": sum(one.nbytes for one in found),
             "modules": modules,
         }
+
+
+def _report(one) -> dict[str, Any]:
+    """Return the fields of a dataclass for JSON, with `nbytes` under the name "bytes"."""
+    fields = dataclasses.asdict(one)
+    return fields | {"bytes": fields.pop("nbytes")}
 
 
 def _header(path) -> Iterator[str]:
@@ -134,6 +205,9 @@ def _header(path) -> Iterator[str]:
         cache = checkpoint.quant.kv_cache
         if cache is not None:
             yield f"KV cache      {cache.algorithm} ({cache.source})"
+    drafting = find_drafting(path)
+    if drafting is not None:
+        yield f"drafting      {drafting}"
 
 
 def _kinds(model) -> dict[tuple[str, str], list[nnx.Module]]:

@@ -10,10 +10,13 @@ import typer
 from jax_nvfp4_moe.cli.options import (
     BackendOption,
     DispatchOption,
+    DraftOption,
+    DraftTokensOption,
     DtypeOption,
     Folder,
     SchemeOption,
     number,
+    read_drafting,
 )
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -31,6 +34,8 @@ def lm_eval_command(
         str | None, typer.Option(help="Sizes of the mesh axes, such as expert=8,tensor=2.")
     ] = None,
     dispatch: DispatchOption = "psum",
+    draft: DraftOption = None,
+    draft_tokens: DraftTokensOption = "auto",
     max_length: Annotated[
         int | None,
         number(
@@ -73,6 +78,7 @@ def lm_eval_command(
         "kernel": backend,
         "mesh": mesh,
         "dispatch": dispatch,
+        **read_drafting(draft, draft_tokens),
         "max_length": max_length,
         "add_bos_token": add_bos_token,
     }

@@ -121,6 +121,26 @@ DispatchOption = Annotated[
         help="How tokens reach their experts over a mesh: psum, all_to_all, or ragged on GPUs.",
     ),
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        help="Draft several tokens a step: mtp, by the drafting layers of the checkpoint, or "
+        "lookup, from the text so far. The text stays the same.",
+    ),
+]
+DraftTokensOption = Annotated[
+    str,
+    typer.Option(
+        "--draft-tokens", help="Number of tokens to draft in a step, from 1 to 16, or auto."
+    ),
+]
+
+
+def read_drafting(draft: str | None, draft_tokens: str) -> dict[str, Any]:
+    """Return the arguments of `generate` for the options of drafting."""
+    whole = draft_tokens.isascii() and draft_tokens.isdecimal()
+    return {"draft": draft, "draft_tokens": int(draft_tokens[:9]) if whole else draft_tokens}
 
 
 def with_options(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_nvfp4_moe.nn.building.keys import DRAFTER
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE, expert_blocks, experts_path
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, ExpertMesh, check_parts
@@ -70,8 +71,8 @@ def place_model(model: nnx.Module, placements: Sequence[Placement]) -> None:
 
     Args:
       model: model from `load_model`, or an `NVFP4MoE`.
-      placements: one `Placement` per block. Over a mesh, the devices of a placement are the shards
-        along the axis `expert`.
+      placements: one `Placement` per row of `count_experts`. Over a mesh, the devices of a
+        placement are the shards along the axis `expert`.
 
     Raises:
       ValueError: the number of placements, experts or devices is wrong. The model is then
@@ -96,12 +97,15 @@ def place_model(model: nnx.Module, placements: Sequence[Placement]) -> None:
 
 
 def _blocks(model) -> list[NVFP4MoE]:
-    """Return the blocks with experts inside `model`.
+    """Return the blocks with experts that a call of `model` runs.
+
+    Those of drafting layers are not among them.
 
     Raises:
       ValueError: there are none.
     """
-    found = [block for _, block in expert_blocks(model)]
+    blocks = expert_blocks(model)
+    found = [block for path, block in blocks if not path.startswith(f"{DRAFTER}.")]
     if not found:
         raise ValueError(
             f"model: expected a module that contains an NVFP4MoE; {type(model).__name__} has none"

@@ -8,18 +8,23 @@ import jax
 import numpy as np
 from jax import lax
 
+from jax_nvfp4_moe.inference.drafting import choose_drafting
 from jax_nvfp4_moe.inference.flat_model import flatten_model, restore_model
 from jax_nvfp4_moe.inference.generation import (
     NEW_STEP,
     PROMPT_STEP,
     Sampling,
     State,
+    begin_from_text,
     decode_in_bursts,
     draw,
     make_sampling,
+    pad_prompts,
     round_up,
 )
 from jax_nvfp4_moe.inference.generative_model import GenerativeModel
+from jax_nvfp4_moe.inference.pair_prefill import start_with_pairs
+from jax_nvfp4_moe.inference.prefill import default_chunk
 
 
 class Conversation:
@@ -43,6 +48,8 @@ class Conversation:
         top_p: float = 1.0,
         stop_ids: Sequence[int] = (),
         key: jax.Array | None = None,
+        draft: str | None = None,
+        draft_tokens: int | str = "auto",
     ):
         """Begin an empty conversation.
 
@@ -56,6 +63,9 @@ class Conversation:
           stop_ids: as for `generate`. Defaults to none.
           key: as for `generate`. Each answer draws with a key of its own, and the first one as
             `generate` does. Defaults to None.
+          draft: as for `generate`. With "mtp", each answer reads the whole conversation again,
+            because the drafting layers keep nothing between answers. Defaults to None.
+          draft_tokens: as for `generate`. Defaults to "auto".
 
         Raises:
           ValueError: an argument is out of range.
@@ -69,6 +79,7 @@ class Conversation:
         self.max_length, self.ids = max_length, np.zeros(0, np.int32)
         self._model, self._cache = model, None
         self._sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
+        self._drafting = choose_drafting(model, draft, draft_tokens)
         self._answers = 0
 
     def check(self, text: Sequence[int]) -> None:
@@ -115,16 +126,8 @@ class Conversation:
             raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
         ids = np.asarray(text, np.int32)
         room = min(max_new_tokens, self.max_length - len(ids))
-        held = len(self.ids)
-        if self._cache is None or held >= len(ids) or not np.array_equal(ids[:held], self.ids):
-            held, self._cache = 0, self._model.init_cache(1, self.max_length)
-        new = np.zeros((1, min(round_up(len(ids) - held, PROMPT_STEP), self.max_length)), np.int32)
-        new[0, : len(ids) - held] = ids[held:]
-        count = np.asarray([len(ids) - held], np.int32)
-        cache, self._cache = self._cache, None  # the arrays are donated: nobody may use them again
-        model = flatten_model(self._model)
-        sampling = self._sample_next_answer()
-        last = _extend(model, sampling, cache, new, count, room=round_up(room, NEW_STEP))
+        model, sampling = flatten_model(self._model), self._sample_next_answer()
+        last = self._read(model, sampling, ids, room)
         drawn: list[int] = []
         try:
             for state, tokens in decode_in_bursts(model, sampling, last, room):
@@ -135,8 +138,35 @@ class Conversation:
             # An interrupted call has donated the cache. The next answer then reads its whole text.
             if not last.tokens.is_deleted():
                 # The last token was drawn but not yet run through the model: the cache lacks it.
-                self.ids = np.concatenate([ids, np.asarray(drawn[:-1], np.int32)])
-                self._cache = last.cache
+                self._keep(np.concatenate([ids, np.asarray(drawn[:-1], np.int32)]), last)
+
+    def _read(self, model, sampling, ids, room):
+        """Run the part of a text that the cache lacks, and draw the first token of the answer."""
+        drafting, lengths = self._drafting, np.asarray([len(ids)], np.int32)
+        whole = round_up(room + (drafting.window if drafting else 0), NEW_STEP)
+        if drafting is not None and drafting.drafter.NEEDS_HIDDEN:
+            most = np.int32(room)
+            given = ids[None], lengths, most, whole, default_chunk(1), drafting
+            return start_with_pairs(model, sampling, *given)
+        held = len(self.ids)
+        if self._cache is None or held >= len(ids) or not np.array_equal(ids[:held], self.ids):
+            held, self._cache = 0, self._model.init_cache(1, self.max_length)
+        new = np.zeros((1, min(round_up(len(ids) - held, PROMPT_STEP), self.max_length)), np.int32)
+        new[0, : len(ids) - held] = ids[held:]
+        cache, self._cache = self._cache, None  # the arrays are donated: nobody may use them again
+        state = _extend(model, sampling, cache, new, lengths - np.int32(held), room=whole)
+        if drafting is None:
+            return state
+        return begin_from_text(
+            model, state, pad_prompts(ids[None]), lengths, np.int32(room), drafting
+        )
+
+    def _keep(self, ids, state):
+        """Keep the cache of a text, if the next answer can go on from it."""
+        if self._drafting is None:
+            self.ids, self._cache = ids, state.cache
+        elif not self._drafting.drafter.NEEDS_HIDDEN:
+            self.ids, self._cache = ids, _close(self._model, state.cache)
 
     def _sample_next_answer(self) -> Sampling:
         """Return how the next answer is drawn: with a key that no other answer has."""
@@ -145,6 +175,12 @@ class Conversation:
         if sampling.key is None or not number:
             return sampling
         return dataclasses.replace(sampling, key=jax.random.fold_in(sampling.key, number))
+
+
+@jax.jit
+def _close(model, cache):
+    """Return the cache of a text that was drafted as a plain one."""
+    return model.close_window(cache) if hasattr(model, "close_window") else cache
 
 
 @functools.partial(jax.jit, static_argnames="room", donate_argnames="cache")

@@ -17,8 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
+from jax_nvfp4_moe.inference.drafting import (
+    Drafting,
+    DraftState,
+    begin,
+    choose_drafting,
+    decode_with_drafts,
+    shared_tokens,
+)
 from jax_nvfp4_moe.inference.flat_model import flatten_model, restore_model
 from jax_nvfp4_moe.inference.generative_model import (
     GenerativeModel,
@@ -28,28 +36,26 @@ from jax_nvfp4_moe.inference.generative_model import (
     read_tokens,
 )
 from jax_nvfp4_moe.inference.not_finite import warn_rows
+from jax_nvfp4_moe.inference.pair_prefill import start_with_pairs
 from jax_nvfp4_moe.inference.prefill import (
     NO_GRAPHS,
+    PROMPT_STEP,
     count_tokens,
     default_chunk,
     empty_cache,
     padded_length,
     prefill_chunks,
 )
+from jax_nvfp4_moe.inference.sampling import Sampling, make_sampling, whole_number
+from jax_nvfp4_moe.inference.state import State, draw
+from jax_nvfp4_moe.inference.step_costs import find_cost
 from jax_nvfp4_moe.ops.chain import chain_calls
 from jax_nvfp4_moe.scheme import Target
 
 # `stream` starts the loop for as many tokens as take this long. To start a program of a large model
 # takes 3 to 5 ms, and a step of Qwen3-30B-A3B 2 ms on an H200.
 _BURST_SECONDS = 0.02
-PROMPT_STEP = 32  # prompts are padded to a multiple of this number of tokens
 NEW_STEP = 64  # the room for new tokens is rounded up to a multiple of this number
-# Below this temperature, decoding is greedy, as in vLLM. Logits of float32 that differ at all are
-# then hardly ever exchanged, and the largest one is never divided into an infinity.
-_COLD = 1e-5
-# A higher temperature counts as this one. Its reciprocal, by which XLA may multiply, is a normal
-# float32; one that is flushed to 0 would make NaN of the -infinity of a masked token.
-_HOT = 1e37
 # Positions are int32. The room that lengths are rounded up to must fit, too.
 _MOST_POSITIONS = 2**31 - 2048
 _PROMPTS = "integers [b, t], with shorter prompts padded and their lengths given"
@@ -67,65 +73,6 @@ _ONE_GRAPH = {
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn.
-
-    Attributes:
-      temperature: float32 scalar.
-      top_p: float32 scalar.
-      stop_ids: int32 ``[s]``. A row that draws one of them repeats it from then on.
-      key: random key, as `jax.random.key` returns it; None if `greedy`.
-      greedy: whether to take the token with the largest logit, which is so below a temperature of
-        1e-5; the other options then have no effect, except `stop_ids`. Static.
-      top_k: number of largest logits to draw from; None for all. Static.
-      nucleus: whether `top_p` is below 1. Static.
-    """
-
-    temperature: jax.Array | np.floating
-    top_p: jax.Array | np.floating
-    stop_ids: jax.Array | np.ndarray
-    key: jax.Array | None
-    greedy: bool = dataclasses.field(metadata={"static": True})
-    top_k: int | None = dataclasses.field(metadata={"static": True})
-    nucleus: bool = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """The state of the decoding loop.
-
-    Attributes:
-      cache: cache of the model. It holds the prompt and all new tokens except the last one.
-      tokens: the new tokens, int32 ``[b, room]``; zeros from index `count` on.
-      count: number of new tokens so far, int32 scalar.
-      stopped: bool ``[b]``, True for rows that have drawn a stop id.
-      not_finite: int32 ``[b]``, the index of the first new token that was drawn from logits that
-        were not finite; -1 if there is none.
-    """
-
-    cache: Any
-    tokens: jax.Array
-    count: jax.Array
-    stopped: jax.Array
-    not_finite: jax.Array
-
-    @classmethod
-    def begin(cls, cache: Any, rows: int, room: int) -> "State":
-        """Return the state before the first new token.
-
-        Args:
-          cache: cache of the model, which holds the prompt.
-          rows: number of rows b.
-          room: largest number of new tokens.
-        """
-        tokens = jnp.zeros((rows, room), jnp.int32)
-        stopped, never = jnp.zeros(rows, jnp.bool_), jnp.full(rows, -1, jnp.int32)
-        return cls(cache, tokens, jnp.int32(0), stopped, never)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class GenerationStats:
     """What `generate` tells about each row beside its tokens.
 
@@ -135,7 +82,10 @@ class GenerationStats:
       lengths: int32 ``[b]``, number of new tokens in each row, its stop id included. What follows
         them in the row repeats the stop id.
       steps: int32 ``[b]``, number of runs of the model from which these tokens were drawn; that of
-        the prompt is one of them.
+        the prompt is one of them. Without drafts, every token takes one.
+      drafted: int32 ``[b]``, number of tokens that were drafted; 0 without drafts.
+      accepted: int32 ``[b]``, number of drafted tokens that were kept. The token that every run
+        yields beside them is not counted.
 
     Example:
       >>> import importlib.resources
@@ -155,6 +105,8 @@ class GenerationStats:
 
     lengths: jax.Array
     steps: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
 
 
 def generate(
@@ -168,6 +120,8 @@ def generate(
     top_p: float = 1.0,
     stop_ids: Sequence[int] | None = None,
     key: jax.Array | None = None,
+    draft: str | None = None,
+    draft_tokens: int | str = "auto",
     prefill_chunk: int | None = None,
     stats: bool = False,
 ) -> Any:
@@ -188,6 +142,12 @@ def generate(
     finite; see `Decoder` for what values out of range do. Outside of ``jax.jit``, on a GPU, the
     loop is one CUDA graph, which is faster.
 
+    With `draft`, a step reads several tokens: the last one of each row, and tokens that were
+    drafted to follow it. Drafts that are what the model draws itself are kept, and the model draws
+    one further token. So the tokens are the same as without drafts, also at a temperature above 0,
+    and there are fewer steps. Kernels may round a token differently if others are read with it, so
+    that tokens whose logits nearly tie can differ.
+
     Args:
       model: model, as `load_model` returns it, or one of your own; see `GenerativeModel`.
       input_ids: prompts, integers ``[b, t]`` from 0 to ``model.config.vocab_size - 1``,
@@ -205,6 +165,11 @@ def generate(
         (default) takes ``model.stop_ids``, those of the checkpoint. ``()`` never stops.
       key: random key, as `jax.random.key` returns it. Required if the temperature is above 0. None
         by default.
+      draft: what drafts tokens. "lookup" takes what followed the last tokens when they occurred
+        earlier in the text; it helps where texts repeat themselves. "mtp" runs the model's drafting
+        layers, which ``load_model(path, draft="mtp")`` reads. None (default) drafts nothing.
+      draft_tokens: number of tokens to draft in a step, from 1 to 16. "auto" (default) takes 4 for
+        "lookup" and 3 for "mtp", and runs steps without drafts while those with drafts do not pay.
       prefill_chunk: number of tokens of each prompt that go through the model together. Longer
         prompts are run chunk by chunk, which limits the memory. None (default) means 8192 tokens.
         With more than 8 prompts it means fewer, so that a chunk has at most 65536 tokens in all.
@@ -235,16 +200,21 @@ def generate(
       ', axis='
     """
     sampling = _choose_sampling(model, temperature, top_k, top_p, stop_ids, key)
-    new = _whole("max_new_tokens", max_new_tokens)
+    drafting = choose_drafting(model, draft, draft_tokens)
+    new = whole_number("max_new_tokens", max_new_tokens)
     input_ids = _integers("input_ids", input_ids, _PROMPTS)
     if _has_no_rows(model, input_ids, lengths, new):
         nothing = jnp.zeros(0, jnp.int32)
-        tokens, told = jnp.zeros((0, new), jnp.int32), GenerationStats(nothing, nothing)
+        told = GenerationStats(nothing, nothing, nothing, nothing)
+        tokens = jnp.zeros((0, new), jnp.int32)
         return (tokens, told) if stats else tokens
+    given = model, input_ids, lengths, new, sampling, prefill_chunk, drafting
     if _is_traced(input_ids, lengths, key):
-        state = _generate_traced(model, input_ids, lengths, new, sampling, prefill_chunk)
+        state = _generate_traced(*given)
     else:
-        flat, state = start_decoding(model, input_ids, lengths, new, sampling, prefill_chunk)
+        flat, state = start_decoding(*given)
+        if isinstance(state, DraftState):
+            state = _find_cost(flat, sampling, state, new)
         if new > 1:  # the prefill has drawn the first token
             state = decode(flat, sampling, state, np.int32(new))
     tokens, told = _fill(state, sampling.stop_ids, new)
@@ -264,6 +234,8 @@ def stream(
     top_p: float = 1.0,
     stop_ids: Sequence[int] | None = None,
     key: jax.Array | None = None,
+    draft: str | None = None,
+    draft_tokens: int | str = "auto",
     prefill_chunk: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Generate tokens as `generate` does, and yield them while they are drawn.
@@ -282,6 +254,8 @@ def stream(
       top_p: as for `generate`. Defaults to 1.
       stop_ids: as for `generate`. Defaults to None, which takes ``model.stop_ids``.
       key: as for `generate`. Defaults to None.
+      draft: as for `generate`. Defaults to None.
+      draft_tokens: as for `generate`. Defaults to "auto".
       prefill_chunk: as for `generate`. Defaults to None.
 
     Yields:
@@ -307,7 +281,8 @@ def stream(
       '='
     """
     sampling = _choose_sampling(model, temperature, top_k, top_p, stop_ids, key)
-    new = _whole("max_new_tokens", max_new_tokens)
+    drafting = choose_drafting(model, draft, draft_tokens)
+    new = whole_number("max_new_tokens", max_new_tokens)
     input_ids = _integers("input_ids", input_ids, _PROMPTS)
     if _is_traced(input_ids, lengths, key):
         raise ValueError(
@@ -316,7 +291,8 @@ def stream(
         )
     if _has_no_rows(model, input_ids, lengths, new):
         return
-    flat, state = start_decoding(model, input_ids, lengths, new, sampling, prefill_chunk)
+    given = model, input_ids, lengths, new, sampling, prefill_chunk, drafting
+    flat, state = start_decoding(*given)
     for _, tokens in decode_in_bursts(flat, sampling, state, new):
         yield from tokens.T
 
@@ -336,15 +312,27 @@ def _is_traced(*arrays) -> bool:
     return any(isinstance(x, Tracer) for x in (jnp.zeros(()), *arrays))
 
 
-def _generate_traced(model, input_ids, lengths, new, sampling, chunk) -> State:
-    """Return the `State` after all new tokens, as a part of the program that is being traced."""
+def _generate_traced(
+    model, input_ids, lengths, new, sampling, chunk, drafting
+) -> State | DraftState:
+    """Return the state after all new tokens, as a part of the program that is being traced."""
     ids, true = _check_prompts(model, input_ids, lengths, new)
     ids, true = (jnp.asarray(x, jnp.int32) for x in (ids, true))
-    state = _begin_whole(model, sampling, ids, true, new, _chunk_size(chunk, len(ids)))
+    chunk = _chunk_size(chunk, len(ids))
+    if drafting is None:
+        state = _begin_whole(model, sampling, ids, true, new, chunk)
+    elif drafting.drafter.NEEDS_HIDDEN:
+        room = new + drafting.window
+        state = start_with_pairs(model, sampling, ids, true, new, room, chunk, drafting)
+    else:
+        state = _begin_whole(model, sampling, ids, true, new + drafting.window, chunk)
+        state = _begin_from_text(model, state, ids, true, new, drafting)
     return _decode(model, sampling, state, new) if new > 1 else state
 
 
-def start_decoding(model, input_ids, lengths, max_new_tokens, sampling, chunk):
+def start_decoding(
+    model, input_ids, lengths, max_new_tokens, sampling, chunk, drafting: Drafting | None = None
+) -> tuple[Any, State | DraftState]:
     """Check the arguments, run the prompts through the model, and draw the first token.
 
     Args:
@@ -354,30 +342,63 @@ def start_decoding(model, input_ids, lengths, max_new_tokens, sampling, chunk):
       max_new_tokens: as for `generate`.
       sampling: the `Sampling`.
       chunk: the argument `prefill_chunk` of `generate`.
+      drafting: how tokens are drafted; None for no drafts.
 
     Returns:
-      The model as a `FlatModel`, and the `State`, for `decode` or `decode_in_bursts`.
+      The model as a `FlatModel`, and the state, for `decode` or `decode_in_bursts`.
     """
     ids, true_lengths = _check_prompts(model, input_ids, lengths, max_new_tokens)
-    b, t = ids.shape
-    chunk = _chunk_size(chunk, b)
-    flat, room = flatten_model(model), round_up(max_new_tokens, NEW_STEP)
+    chunk, flat = _chunk_size(chunk, len(ids)), flatten_model(model)
     check_leaves(model, flat.arrays)
+    room = round_up(max_new_tokens + (drafting.window if drafting else 0), NEW_STEP)
+    prompt = ids, true_lengths
+    if drafting is None:
+        return flat, _start_plainly(model, flat, sampling, *prompt, room, chunk)
+    most = np.int32(max_new_tokens)
+    if drafting.drafter.NEEDS_HIDDEN:
+        return flat, start_with_pairs(flat, sampling, *prompt, most, room, chunk, drafting)
+    state = _start_plainly(model, flat, sampling, *prompt, room, chunk)
+    padded = pad_prompts(ids)
+    return flat, begin_from_text(flat, state, padded, true_lengths, most, drafting)
+
+
+def _start_plainly(model, flat, sampling, ids, lengths, room, chunk):
+    """Run prompts through the model, and draw the first token."""
+    (b, t) = ids.shape
     if "lengths" not in call_options(model):  # it takes no padding
-        return flat, _prefill_whole(flat, sampling, ids, true_lengths, room, chunk)
+        return _prefill_whole(flat, sampling, ids, lengths, room, chunk)
     if t > chunk:
         cache = empty_cache(flat, b, padded_length(t, chunk) + room)
-        logits, cache = prefill_chunks(flat, cache, ids, true_lengths, chunk)
-        return flat, _begin(sampling, logits, cache, room)
+        logits, cache = prefill_chunks(flat, cache, ids, lengths, chunk)
+        return _begin(sampling, logits, cache, room)
+    padded = pad_prompts(ids)
+    size = count_tokens(lengths, padded.shape[1])
+    return _prefill(flat, sampling, padded, lengths, room, num_tokens=size)
+
+
+def pad_prompts(ids):
+    """Return prompts with zeros up to a multiple of `PROMPT_STEP` tokens."""
+    b, t = ids.shape
     padded = np.zeros((b, round_up(t, PROMPT_STEP)), np.int32)
     padded[:, :t] = ids
-    size = count_tokens(true_lengths, padded.shape[1])
-    return flat, _prefill(flat, sampling, padded, true_lengths, room, num_tokens=size)
+    return padded
+
+
+def _begin_from_text(model, state, ids, lengths, most, drafting):
+    """Return the `DraftState` after the first token, with a drafter that reads the text alone."""
+    model, drafter = restore_model(model), drafting.drafter
+    memory = drafter.begin(ids, lengths, state.tokens.shape[1] + drafting.window)
+    memory = drafter.record(memory, state.tokens[:, :1], jnp.ones_like(lengths), None)
+    return begin(model, state, memory, most, drafting)
+
+
+# Nothing is donated: jax.jit hands on the arrays of the cache that do not change.
+begin_from_text = jax.jit(_begin_from_text, static_argnames="drafting", compiler_options=NO_GRAPHS)
 
 
 def _chunk_size(chunk, rows) -> int:
     """Return the number of tokens of each row in a chunk; `chunk` is that of the caller."""
-    chunk = default_chunk(rows) if chunk is None else _whole("prefill_chunk", chunk)
+    chunk = default_chunk(rows) if chunk is None else whole_number("prefill_chunk", chunk)
     if chunk < 1:
         raise ValueError(f"prefill_chunk: expected at least 1, got {chunk}")
     return chunk
@@ -421,6 +442,10 @@ def _begin(sampling, logits, cache, room):
 def _decode(model, sampling, state, limit):
     """Draw tokens until each row has `limit` new tokens, or until all rows have stopped."""
     model = restore_model(model)
+    if isinstance(state, DraftState):
+        read = functools.partial(_read, **state.drafting.read_options)
+        read = chain_calls(read) if _runs_alone_on_a_gpu(model) else read
+        return decode_with_drafts(model, sampling, state, limit, read)
 
     def more(state):
         return (state.count < limit) & ~state.stopped.all()
@@ -441,28 +466,41 @@ def decode(model, sampling, state, limit):
     return _decode(model, sampling, state, limit)
 
 
-def decode_in_bursts(model, sampling, state, limit: int) -> Iterator[tuple[State, np.ndarray]]:
+def _find_cost(model, sampling, state: DraftState, limit: int) -> DraftState:
+    """Return the state with the measured cost of a step with drafts; see `step_costs`."""
+
+    def run(state, count):
+        return decode(model, sampling, state, np.int32(min(count, limit)))
+
+    return find_cost(model.structure, run, state, limit)
+
+
+def decode_in_bursts(
+    model, sampling, state, limit: int
+) -> Iterator[tuple[State | DraftState, np.ndarray]]:
     """Draw tokens as `decode` does, a few at a time.
 
     Args:
       model: a `FlatModel`.
       sampling: the `Sampling`.
-      state: the `State` after the prompt. Its arrays are donated: do not use them again.
+      state: the state after the prompt, as `start_decoding` returns it. Its arrays are donated: do
+        not use them again.
       limit: largest number of new tokens of each row, at least 1.
 
     Yields:
-      The `State`, whose arrays are donated when the next one is requested, and the tokens that are
+      The state, whose arrays are donated when the next one is requested, and the tokens that are
       new in it, int32 ``[b, n]`` with n at least 1.
     """
     done, burst, begin = 0, 1, time.perf_counter()
+    if isinstance(state, DraftState):
+        state = _find_cost(model, sampling, state, limit)
     while True:
-        tokens, count, stopped, first = jax.device_get(
-            (state.tokens, state.count, state.stopped, state.not_finite)
-        )
+        tokens, count = _drawn_tokens(state)
+        stopped, first = jax.device_get((state.stopped, state.not_finite))
         seconds = (time.perf_counter() - begin) / (count - done)
         warn_rows(np.where(first >= done, first, -1))  # earlier bursts warned of the others
         yield state, tokens[:, done:count]
-        done = int(count)
+        done = count
         if done >= limit or stopped.all():
             return
         burst = max(1, min(2 * burst, int(_BURST_SECONDS / seconds)))
@@ -470,9 +508,9 @@ def decode_in_bursts(model, sampling, state, limit: int) -> Iterator[tuple[State
         state = decode(model, sampling, state, np.int32(min(done + burst, limit)))
 
 
-def _read(model, ids, cache):
+def _read(model, ids, cache, **options):
     """Return the logits after new tokens, and the cache with them."""
-    return model(ids, cache)
+    return model(ids, cache, **options)
 
 
 def _runs_alone_on_a_gpu(model) -> bool:
@@ -482,53 +520,12 @@ def _runs_alone_on_a_gpu(model) -> bool:
     return target.platform == "cuda" and all(mesh is None for mesh in meshes)
 
 
-def draw(sampling, logits, state):
-    """Add the next token of each row to `state`; a stopped row repeats its last token."""
-    token = _choose(sampling, logits, state.count)
-    # The drawn token tells whether all logits were usable, without another pass over them: a
-    # maximum takes a NaN first, then infinity, and -infinity only if there is nothing else.
-    # Sampling takes a maximum too, and neither `top_k` nor `top_p` removes a NaN or infinity.
-    drawn = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    new = ~jnp.isfinite(drawn) & ~state.stopped & (state.not_finite < 0)
-    first = jnp.where(new, state.count, state.not_finite)
-    last = lax.dynamic_slice_in_dim(state.tokens, jnp.maximum(state.count - 1, 0), 1, axis=1)[:, 0]
-    token = jnp.where(state.stopped, last, token)
-    stops = (token[:, None] == sampling.stop_ids[None, :]).any(axis=-1)
-    tokens = lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.count, axis=1)
-    return State(state.cache, tokens, state.count + 1, state.stopped | stops, first)
-
-
-def _choose(sampling: Sampling, logits: Float[Array, "b v"], count) -> Int32[Array, " b"]:
-    """Draw one token for each row; `count` is the number of new tokens so far."""
-    if sampling.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = _cool(logits, sampling.temperature)
-    if sampling.top_k is not None:
-        smallest = lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if sampling.nucleus:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        chances = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(chances, axis=-1) - chances
-        smallest = jnp.min(
-            jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True
-        )
-        smallest = jnp.minimum(smallest, ordered[:, :1])  # a denormal `top_p` counts as 0
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    assert sampling.key is not None, "make_sampling expects a key unless greedy"
-    key = jax.random.fold_in(sampling.key, count)
-    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
-
-
-def _cool(logits: Float[Array, "b v"], temperature) -> Float[Array, "b v"]:
-    """Return logits divided by the temperature, after the largest finite one of each row became 0.
-
-    Without that, a low temperature would make several logits infinite. What is not finite stays so.
-    """
-    finite = jnp.where(jnp.isfinite(logits), logits, -jnp.inf)
-    largest = jnp.max(finite, axis=-1, keepdims=True)
-    shifted = logits - jnp.where(jnp.isfinite(largest), largest, 0)
-    return shifted / jnp.clip(temperature, _COLD, _HOT)
+def _drawn_tokens(state) -> tuple[np.ndarray, int]:
+    """Return the new tokens of all rows, and their number, on the host."""
+    if isinstance(state, DraftState):
+        return shared_tokens(state)
+    tokens, count = jax.device_get((state.tokens, state.count))
+    return tokens, int(count)
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -538,96 +535,24 @@ def _fill(state, stop_ids, length):
     The last token of each row is repeated to the end. Tokens are missing only if all rows have
     stopped. The last token of each row is then a stop id.
     """
-    last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
-    drawn = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :] < state.count
+    count = jnp.broadcast_to(state.count, len(state.tokens))[:, None]
+    last = jnp.take_along_axis(state.tokens, count - 1, axis=1)
+    drawn = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :] < count
     tokens = jnp.where(drawn, state.tokens, last)[:, :length]
     stops = jnp.isin(tokens, stop_ids)
     first = jnp.argmax(stops, axis=1).astype(jnp.int32)
     lengths = jnp.where(stops.any(axis=1), first + 1, jnp.int32(length))
-    return tokens, GenerationStats(lengths, lengths)
+    if isinstance(state, DraftState):
+        told = GenerationStats(lengths, state.steps, state.drafted, state.accepted)
+    else:
+        nothing = jnp.zeros_like(lengths)
+        told = GenerationStats(lengths, lengths, nothing, nothing)
+    return tokens, told
 
 
 def round_up(n: int, step: int) -> int:
     """Return the smallest multiple of `step` that is at least `n`."""
     return -(-n // step) * step
-
-
-def make_sampling(
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
-    stop_ids: Sequence[int],
-    key: jax.Array | None,
-) -> Sampling:
-    """Check the arguments of `generate` that say how tokens are drawn, and return them."""
-    heat, share = _number("temperature", temperature), _number("top_p", top_p)
-    if heat is not None and not 0 <= heat < float("inf"):
-        raise ValueError(f"temperature: expected a finite number, 0 or more; got {heat}")
-    top_k = None if top_k is None else _whole("top_k", top_k)
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: expected at least 1, or None to keep all tokens; got {top_k}")
-    if share is not None and not 0 < share <= 1:
-        raise ValueError(f"top_p: expected a number in (0, 1], got {share}")
-    if heat != 0 and key is None:
-        raise ValueError(
-            f"key: expected a jax.random.key, because temperature {temperature} draws tokens at "
-            "random; got None. Pass a key, or use temperature 0"
-        )
-    greedy = heat is not None and heat < _COLD
-    return Sampling(
-        jnp.asarray(temperature, jnp.float32) if heat is None else np.float32(min(heat, _HOT)),
-        jnp.asarray(top_p, jnp.float32) if share is None else np.float32(share),
-        _check_stop_ids(stop_ids),
-        None if greedy else key,
-        greedy=greedy,
-        top_k=top_k,
-        nucleus=share is None or share < 1,
-    )
-
-
-def _whole(name: str, value: Any) -> int:
-    """Return an argument that must be a known integer."""
-    try:
-        return operator.index(value)
-    except TypeError:  # also what JAX raises for a tracer
-        pass
-    if isinstance(value, Tracer):
-        raise TypeError(
-            f"{name}: expected an integer that is known while jax.jit traces, got a traced array; "
-            "make it a static argument"
-        )
-    raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r:.80}")
-
-
-def _number(name: str, value: Any) -> float | None:
-    """Return an argument that must be a number, or None if it is traced."""
-    if isinstance(value, Tracer):
-        return None
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        return float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return float("inf")
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{name}: expected a number, got {type(value).__name__} {value!r:.80}"
-        ) from None
-
-
-def _check_stop_ids(stop_ids) -> np.ndarray:
-    """Return the ids that end a row as int32 ``[s]``."""
-    try:
-        found = [_whole("stop_ids", index) for index in stop_ids]
-    except TypeError:
-        raise TypeError(
-            "stop_ids: expected a sequence of known integers, None for those of the model, or () "
-            f"for none; got {type(stop_ids).__name__} {stop_ids!r:.80}"
-        ) from None
-    outside = [index for index in found if not 0 <= index < 2**31]
-    if outside:
-        raise ValueError(f"stop_ids: expected ids from 0 to {2**31 - 1}, got {outside[0]}")
-    return np.asarray(found, np.int32)
 
 
 def _has_no_rows(model, input_ids, lengths, max_new_tokens) -> bool:

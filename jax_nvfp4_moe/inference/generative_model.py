@@ -58,6 +58,15 @@ class GenerativeModel(Protocol):
       position alone, ``[b, 1, vocab]``.
     * `num_tokens`: a Python integer or None, at least the number of true tokens of all rows.
 
+    To draft tokens, the cache must be able to go back. A model may have two methods for that::
+
+      cache = model.open_window(cache, size)
+      cache = model.rewind(cache, kept, read)
+
+    The first is called once, on the cache of the prompts; later calls read up to `size` tokens at
+    once. The second returns the cache as if the last call had read the first `kept`, int32 ``[b]``,
+    of its `read` tokens. A model without them needs calls that take `lengths`, and is run twice.
+
     Attributes:
       config: an object with `vocab_size` and `max_positions`, such as a dataclass.
 

@@ -24,6 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, printable
 from jax_nvfp4_moe.inference.chat_template import DEFAULT
+from jax_nvfp4_moe.inference.drafting import choose_drafting, layers_to_load
 from jax_nvfp4_moe.inference.generation import round_up, stream
 from jax_nvfp4_moe.inference.not_finite import warn_not_finite
 from jax_nvfp4_moe.inference.prefill import score_texts
@@ -86,6 +87,8 @@ class HarnessModel(TemplateLM):
         kernel: str | None = None,
         mesh: str | None = None,
         dispatch: str = "psum",
+        draft: str | None = None,
+        draft_tokens: int | str = "auto",
         max_length: int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
@@ -106,6 +109,8 @@ class HarnessModel(TemplateLM):
           kernel: name of a backend, the argument `backend` of `load_model`. Defaults to None.
           mesh: sizes of the mesh axes, such as "expert=4,tensor=2". None runs on one device.
           dispatch: as for `load_model`. Defaults to "psum".
+          draft: as for `generate`; "mtp" also loads the drafting layers. Defaults to None.
+          draft_tokens: as for `generate`. Defaults to "auto".
           max_length: largest number of tokens that the model sees. None takes the positions of the
             model. A longer text loses its first tokens, and a warning says so.
           batch_size: number of texts per call of the model. None, "auto" and "auto:N" mean 8, or
@@ -141,7 +146,10 @@ class HarnessModel(TemplateLM):
         self._templates = {} if templates.keys() <= {DEFAULT} else templates
         devices = None if mesh is None else make_mesh(mesh)
         how = {"backend": kernel, "mesh": devices, "dispatch": dispatch}
+        how["draft"] = layers_to_load(draft)
         self.model = load_model(path, scheme=scheme, dtype=jnp.dtype(dtype), **how)
+        choose_drafting(self.model, draft, draft_tokens)  # raises before the tasks are read
+        self._drafting = {"draft": draft, "draft_tokens": draft_tokens}
         positions = self.model.config.max_positions
         self.max_length = positions if max_length is None else int(max_length)
         if not 1 <= self.max_length <= positions:
@@ -498,6 +506,7 @@ class HarnessModel(TemplateLM):
             top_p=options.top_p,
             stop_ids=stop_ids,
             key=key,
+            **self._drafting,
         )
         # Another tokenization of a stop string may have a few tokens more.
         encode = functools.partial(self.text_tokenizer.encode, special=False)

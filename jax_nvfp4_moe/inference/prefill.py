@@ -24,6 +24,7 @@ _CHUNK, _CHUNK_TOKENS = 8192, 65536
 # took the same time, and a prompt of another length has another program.
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 SCORE_CHUNK = 2048  # tokens that each row has in a chunk of a text whose tokens are scored
+PROMPT_STEP = 32  # short prompts are padded to a multiple of this number of tokens
 # The last chunk is padded to a multiple of this number, so that prompts of different lengths share
 # compiled programs.
 _LAST_STEP = 512

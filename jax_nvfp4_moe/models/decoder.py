@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, DTypeLike, Int32
+from jaxtyping import Array, DTypeLike, Float, Int32
 
+from jax_nvfp4_moe.models.drafter import Drafter
 from jax_nvfp4_moe.models.scores import TokenScores, score_targets
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.building.keys import KeyTable
@@ -26,9 +27,10 @@ from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.moves import read_rows
 from jax_nvfp4_moe.ops.positions import PADDING
+from jax_nvfp4_moe.ops.state_window import StateWindow
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
-from jax_nvfp4_moe.parallel.tensor_parallel import gather_columns, look_up
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel, gather_columns, look_up
 
 # A cache may have room for so many tokens more than the model has positions, because callers round
 # lengths up. `generate` rounds a prompt up to a multiple of 512, and its new tokens to one of 64.
@@ -46,6 +48,8 @@ class Architecture:
       build_moe: takes the sizes, the index of a layer and a `Builder`, and returns an `NVFP4MoE`.
       keys: the path of a part of the model -> its name in the file; see `nn.building.keys`.
       moe: the path of a layer's expert block, with ``*`` in place of the layer's index.
+      drafting: how files store drafting layers, a `drafting_layers.DraftForm`. None if those of
+        the architecture are not read.
     """
 
     read_config: Callable
@@ -53,6 +57,7 @@ class Architecture:
     build_moe: Callable
     keys: KeyTable
     moe: str = "layers.*.mlp"
+    drafting: Any = None
 
 
 @register_indexed
@@ -142,9 +147,11 @@ class Decoder(nnx.Module):
         `load_model` reads them from the checkpoint; otherwise there are none. Static.
       rows_mesh: the mesh whose axis `data` shards the rows of a batch. None, the default, means
         that they are not sharded. Static.
+      drafter: the drafting layers, which `draft` runs. None, the default, if they were not loaded.
     """
 
     rows_mesh: ExpertMesh | None = None
+    drafter: Drafter | None = None
 
     def __init__(
         self,
@@ -186,19 +193,57 @@ class Decoder(nnx.Module):
           ValueError: `batch` is negative, `max_length` is not positive, or it is so far beyond
             ``config.max_positions`` that the model cannot fill the cache.
         """
-        if batch < 0 or max_length < 1:
-            raise ValueError(
-                "cache: expected a batch of 0 rows or more and a positive max_length, got batch "
-                f"{batch} and max_length {max_length}"
-            )
-        longest = self.config.max_positions + CACHE_ROUNDING
-        if max_length > longest:
-            raise ValueError(
-                f"max_length: expected at most {longest}, which is the model's "
-                f"{self.config.max_positions} positions by its config.json and {CACHE_ROUNDING} "
-                f"more for lengths that are rounded up; got {max_length}"
-            )
+        _check_cache_size(self.config, batch, max_length)
         layers = tuple(layer.init_cache(batch, max_length) for layer in self.layers)
+        return self._shard_rows(Cache(layers, jnp.zeros(batch, jnp.int32), max_length))
+
+    def open_window(self, cache: Cache, size: int) -> Cache:
+        """Return a cache in which `rewind` can go back by up to `size` tokens.
+
+        What is stored by position stays as it is. Recurrent states get room for the states after
+        each of the last `size` tokens; calls that read more tokens at once are then an error.
+
+        Args:
+          cache: a cache of this model.
+          size: the largest number of tokens of one call.
+        """
+        layers = tuple(
+            StateWindow.open(entries, _state_names(layer), size)
+            for layer, entries in zip(self.layers, cache.layers, strict=True)
+        )
+        return self._shard_rows(Cache(layers, cache.lengths, cache.max_length))
+
+    def close_window(self, cache: Cache) -> Cache:
+        """Return a cache of `open_window` as a plain one, for calls that read many tokens."""
+        layers = tuple(
+            entries.current() if isinstance(entries, StateWindow) else entries
+            for entries in cache.layers
+        )
+        return self._shard_rows(Cache(layers, cache.lengths, cache.max_length))
+
+    def rewind(self, cache: Cache, kept: Int32[Array, " b"], read: int) -> Cache:
+        """Return the cache as if the last call had read the first `kept` tokens of each row only.
+
+        Args:
+          cache: a cache of `open_window`, after a call that has read `read` tokens in each row.
+          kept: int32 ``[b]``, from 1 to `read`. 0 is allowed for rows that read nothing more.
+          read: the number of tokens of the last call.
+        """
+        layers = tuple(
+            entries.keep(kept) if isinstance(entries, StateWindow) else entries
+            for entries in cache.layers
+        )
+        lengths = cache.lengths - read + kept
+        return self._shard_rows(Cache(layers, lengths, cache.max_length))
+
+    def init_draft_cache(self, batch: int, max_length: int) -> Cache:
+        """Return an empty cache for `draft`; the arguments and errors are those of `init_cache`.
+
+        Raises:
+          ValueError: the model has no drafting layers, or an argument is wrong.
+        """
+        _check_cache_size(self.config, batch, max_length)
+        layers = _require_drafter(self).init_cache(batch, max_length)
         return self._shard_rows(Cache(layers, jnp.zeros(batch, jnp.int32), max_length))
 
     def _shard_rows(self, tree):
@@ -213,6 +258,7 @@ class Decoder(nnx.Module):
         lengths: Int32[Array, " b"] | None = None,
         logits_at: Int32[Array, " b"] | None = None,
         num_tokens: int | None = None,
+        with_hidden: bool = False,
     ):
         """Return float32 logits ``[b, t, vocab]``, and with a cache also the updated cache.
 
@@ -230,6 +276,10 @@ class Decoder(nnx.Module):
             Norms, linear layers and experts then compute so many tokens, without the rest of the
             padding. None, the default, computes all tokens. Has no effect without `lengths`, or
             if a mesh shards the rows.
+          with_hidden: whether the second result is the normalized vectors ``[b, t, h]``, of which
+            the head makes logits. They are those of all positions, whatever `logits_at` is. With
+            drafting layers of DeepSeek-V4, they are the residual streams that `draft` reads, ``[b,
+            t, n * h]``. False by default.
 
         Values are checked if they are known: outside of ``jax.jit``, and for arrays that this
         process holds as a whole. A trace cannot raise an error for a value. Inside a trace, values
@@ -248,18 +298,100 @@ class Decoder(nnx.Module):
             a position beyond ``config.max_positions``.
         """
         _check_call(input_ids, cache)
-        run = functools.partial(Decoder._call, num_tokens=num_tokens)
+        run = functools.partial(Decoder._call, num_tokens=num_tokens, with_hidden=with_hidden)
         return _run_on_any_mesh(run, self, input_ids, cache, lengths, logits_at)
 
-    def _call(self, input_ids, cache, lengths, logits_at, *, num_tokens):
+    def _call(self, input_ids, cache, lengths, logits_at, *, num_tokens, with_hidden):
         """Compute `__call__`."""
         stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens)
+        if logits_at is None:
+            x = self.close_stream(stream)
+            results = [unpack(self._logits(x), positions)]
+        else:
+            x = self.close_stream(stream) if with_hidden else None
+            last = self.close_stream(_take_one(stream, positions, logits_at))
+            results = [self._logits(last)]
+        if with_hidden:
+            results.append(unpack(self.drafted_from(stream, x), positions))
+        results = self._shard_rows(results)
+        results += [] if cache is None else [cache]
+        return tuple(results) if results[1:] else results[0]
+
+    def drafted_from(self, stream: Any, x: Any) -> Array:
+        """Return the vectors with which drafts are made: `x`, what `close_stream` has returned."""
+        del stream
+        return x
+
+    def draft(
+        self,
+        hidden: Float[Array, "b t h"],
+        next_ids: Int32[Array, "b t"],
+        cache: Cache,
+        *,
+        lengths: Int32[Array, " b"] | None = None,
+        logits_at: Int32[Array, " b"] | None = None,
+    ):
+        """Predict the token after next with the drafting layers, from `load_model(draft="mtp")`.
+
+        A pair is the vector of token i and the id of token i + 1. It has the position of token i,
+        and its logits predict token i + 2. The cache holds what the drafting layers have read; the
+        new pairs follow in each row, at positions ``cache.lengths + 0 .. t - 1``.
+
+        Args:
+          hidden: the model's vectors, from a call with ``with_hidden=True``; or for a token
+            further, the vectors that this method has returned.
+          next_ids: the id of the token that follows each vector, of any integer dtype.
+          cache: from `init_draft_cache`, or from an earlier call of this method.
+          lengths: the number of true pairs in each row, as for a call of the model.
+          logits_at: one index into t for each row, as for a call of the model.
+
+        Returns:
+          Float32 logits ``[b, t, vocab]``, or ``[b, 1, vocab]`` with `logits_at`; the vectors ``[b,
+          t, h]`` to draft a token further with; and the updated cache.
+
+        Raises:
+          ValueError: the model has no drafting layers; otherwise as for a call of the model.
+        """
+        streams = _require_drafter(self).streams
+        _check_call(next_ids, cache, "next_ids")
+        expected = (*next_ids.shape, streams * self.config.hidden)
+        if hidden.shape != expected or not jnp.issubdtype(hidden.dtype, jnp.floating):
+            raise ValueError(
+                f"hidden: expected floats {expected}, a vector for each of next_ids; got "
+                f"{hidden.dtype.name} {hidden.shape}"
+            )
+        return _run_on_any_mesh(Decoder._draft, self, next_ids, hidden, cache, lengths, logits_at)
+
+    def _draft(self, next_ids, hidden, cache, lengths, logits_at):
+        """Compute `draft`."""
+        _check_values(self.config, next_ids, cache, lengths, None, "next_ids")
+        drafter = _require_drafter(self)
+        next_ids, positions, read = self._place(next_ids, cache, lengths)
+        hidden = self._shard_rows(hidden.astype(self.dtype))
+        if drafter.embedding is None:
+            embedded = self.embed(self.embedding.get_value(), next_ids)
+        else:
+            embedded = self._look_up(drafter.embedding, drafter.embedding.get_value(), next_ids)
+        hidden, x, entries = drafter(embedded, hidden, positions, cache.layers)
         if logits_at is not None:
-            stream = _take_one(stream, positions, logits_at)
-        logits = self._logits(self.close_stream(stream))
-        logits = logits if logits_at is not None else unpack(logits, positions)
-        logits = self._shard_rows(logits)
-        return logits if cache is None else (logits, cache)
+            x = _take_one(Residual(x), positions, logits_at).x
+        logits = self._logits(x) if drafter.head is None else self._multiply(drafter.head, x)
+        return self._shard_rows((logits, hidden, Cache(entries, read, cache.max_length)))
+
+    def forget_drafts(self, read: Cache, drafted: Cache) -> Cache:
+        """Return the cache `read` of `draft`, in the memory of a later one.
+
+        Args:
+          read: the cache after pairs that stay.
+          drafted: the cache after further pairs, which the next calls overwrite.
+        """
+        layers = []
+        for layer, old, new in zip(
+            _require_drafter(self).layers, read.layers, drafted.layers, strict=True
+        ):
+            states = _state_names(layer)
+            layers.append({**new, **{name: old[name] for name in old if name in states}})
+        return Cache(tuple(layers), read.lengths, read.max_length)
 
     def score(
         self,
@@ -306,15 +438,8 @@ class Decoder(nnx.Module):
     def _read(self, input_ids, cache, lengths, num_tokens):
         """Run the layers; return what leaves the last one, the positions and the updated cache."""
         _check_values(self.config, input_ids, cache, lengths, num_tokens)
-        input_ids = jnp.asarray(input_ids, jnp.int32)  # int8 cannot index a large vocabulary
-        lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
-        input_ids, lengths = self._shard_rows((input_ids, lengths))
+        input_ids, positions, read = self._place(input_ids, cache, lengths)
         b, t = input_ids.shape
-        start = jnp.zeros(b, jnp.int32) if cache is None else cache.lengths
-        steps = jnp.arange(t, dtype=jnp.int32)[None, :]
-        positions = start[:, None] + steps
-        if lengths is not None:
-            positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
         packs = lengths is not None and num_tokens is not None and num_tokens < b * t
         # Packed tokens of all rows have no rows that a mesh could shard.
@@ -328,15 +453,31 @@ class Decoder(nnx.Module):
                 stream, entry = layer(stream, positions, entry)
             entries.append(entry)
         if cache is not None:
-            grown = start + (t if lengths is None else lengths)
-            cache = self._shard_rows(Cache(tuple(entries), grown, cache.max_length))
+            cache = self._shard_rows(Cache(tuple(entries), read, cache.max_length))
         return stream, positions, cache
+
+    def _place(self, input_ids, cache, lengths):
+        """Return ids as int32, the positions of their tokens, and how many each row then has."""
+        input_ids = jnp.asarray(input_ids, jnp.int32)  # int8 cannot index a large vocabulary
+        lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+        input_ids, lengths = self._shard_rows((input_ids, lengths))
+        b, t = input_ids.shape
+        start = jnp.zeros(b, jnp.int32) if cache is None else cache.lengths
+        steps = jnp.arange(t, dtype=jnp.int32)[None, :]
+        positions = start[:, None] + steps
+        if lengths is not None:
+            positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
+        return input_ids, positions, start + (t if lengths is None else lengths)
 
     def embed(self, table, input_ids):
         """Return the vectors of tokens ``[b, t, h]``; `table` is the embedding's value."""
+        return self._look_up(self.embedding, table, input_ids)
+
+    def _look_up(self, embedding, table, input_ids):
+        """Return rows of an embedding, of which `table` is the value."""
         if self.expert_mesh is None:
             return read_rows(table, input_ids, self.norm.target)
-        return look_up(self.embedding, input_ids, self.expert_mesh)
+        return look_up(embedding, input_ids, self.expert_mesh)
 
     def open_stream(self, table: Array, input_ids: Int32[Array, "b t"]) -> Any:
         """Return what enters the first layer: a tuple of arrays ``[b, t, ...]``.
@@ -355,12 +496,21 @@ class Decoder(nnx.Module):
 
     def _logits(self, x):
         """Return the logits of ``x [b, t, h]``, which the last norm has normalized."""
-        head = self.embedding if self.head is None else self.head
+        return self._multiply(self.embedding if self.head is None else self.head, x)
+
+    def _multiply(self, head, x):
+        """Return the products of ``x [b, t, h]`` with a head, or with the rows of an embedding."""
         score = functools.partial(_score, target=self.norm.target)
         with jax.named_scope("head"):
             if self.expert_mesh is None:
                 return score(head, x)
             return gather_columns(score, head, x, self.expert_mesh)
+
+
+def _state_names(layer) -> frozenset[str]:
+    """Return the names of those cache entries of a layer that are not stored by position."""
+    mixers = (part for _, part in nnx.iter_modules(layer) if isinstance(part, HeadParallel))
+    return frozenset(name for mixer in mixers for name in mixer.states)
 
 
 def _run_on_any_mesh(run, model, input_ids, *operands):
@@ -405,18 +555,44 @@ def _take_one(stream, positions, at):
     return jax.tree.map(lambda x: x[0][places], stream)
 
 
-def _check_call(input_ids, cache):
+def _require_drafter(model) -> Drafter:
+    """Return the drafting layers of a model, which must have some."""
+    if model.drafter is None:
+        raise ValueError(
+            "the model has no drafting layers; load it with load_model(path, draft='mtp'), if the "
+            "checkpoint has them"
+        )
+    return model.drafter
+
+
+def _check_cache_size(config, batch, max_length):
+    """Check the arguments of `init_cache`."""
+    if batch < 0 or max_length < 1:
+        raise ValueError(
+            "cache: expected a batch of 0 rows or more and a positive max_length, got batch "
+            f"{batch} and max_length {max_length}"
+        )
+    longest = config.max_positions + CACHE_ROUNDING
+    if max_length > longest:
+        raise ValueError(
+            f"max_length: expected at most {longest}, which is the model's {config.max_positions} "
+            f"positions by its config.json and {CACHE_ROUNDING} more for lengths that are rounded "
+            f"up; got {max_length}"
+        )
+
+
+def _check_call(input_ids, cache, name="input_ids"):
     """Check the shapes and the dtype of a call."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         raise ValueError(
-            f"input_ids: expected integers [b, t], got {input_ids.dtype.name} {input_ids.shape}"
+            f"{name}: expected integers [b, t], got {input_ids.dtype.name} {input_ids.shape}"
         )
     if cache is None:
         return
     rows, length = cache.lengths.shape[0], cache.max_length
     if input_ids.shape[0] != rows or input_ids.shape[1] > length:
         raise ValueError(
-            f"input_ids: expected shape [{rows}, t] with t up to {length}, because the cache has "
+            f"{name}: expected shape [{rows}, t] with t up to {length}, because the cache has "
             f"{rows} rows of {length} tokens; got {input_ids.shape}"
         )
 
@@ -443,7 +619,7 @@ def _known(array) -> np.ndarray | None:
     return np.asarray(array)
 
 
-def _check_values(config, input_ids, cache, lengths, num_tokens):
+def _check_values(config, input_ids, cache, lengths, num_tokens, name="input_ids"):
     """Check those ids, lengths, ends of rows and positions whose values are known."""
     b, t = input_ids.shape
     counts = np.full(b, t) if lengths is None else _known(lengths)
@@ -457,13 +633,13 @@ def _check_values(config, input_ids, cache, lengths, num_tokens):
         )
     ids = _known(input_ids)
     if ids is not None:
-        _check_ids(ids[np.arange(t)[None, :] < counts[:, None]], config.vocab_size)
+        _check_ids(ids[np.arange(t)[None, :] < counts[:, None]], config.vocab_size, name)
     taken = np.zeros(b, np.int32) if cache is None else _known(cache.lengths)
     if taken is not None:
-        _check_room((taken + counts).max(initial=0), cache, config.max_positions)
+        _check_room((taken + counts).max(initial=0), cache, config.max_positions, name)
 
 
-def _check_ids(ids, vocabulary, name="input_ids"):
+def _check_ids(ids, vocabulary, name):
     """Check that ids are in the vocabulary. The ids of padding have been left out."""
     if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
         raise ValueError(
@@ -472,7 +648,7 @@ def _check_ids(ids, vocabulary, name="input_ids"):
         )
 
 
-def _check_room(end, cache, positions):
+def _check_room(end, cache, positions, name):
     """Check that rows of `end` tokens fit the cache and the model's positions."""
     if cache is not None and end > cache.max_length:
         raise ValueError(
@@ -481,7 +657,7 @@ def _check_room(end, cache, positions):
         )
     if end > positions:
         raise ValueError(
-            f"input_ids: a row would have {end} tokens, but the model has {positions} positions by "
+            f"{name}: a row would have {end} tokens, but the model has {positions} positions by "
             "its config.json; pass fewer tokens"
         )
 
@@ -506,23 +682,29 @@ def build_decoder(
       make_layer: takes the index of a layer and the arguments of `DecoderLayer`, and returns the
         layer. None makes a `DecoderLayer`.
     """
-    h, eps = config.hidden, config.eps
 
-    def build_layer(layer):
-        path = f"layers.{layer}"
-        if layer in config.dense_layers:
-            mlp = build_gated_mlp(make, f"{path}.mlp", h, config.dense_intermediate)
-        else:
-            mlp = build_moe(config, layer, make)
-        parts = (
-            make.norm(f"{path}.attention_norm", h, eps, centered=centered),
-            build_attention(config, layer, make),
-            make.norm(f"{path}.mlp_norm", h, eps, centered=centered),
-            mlp,
-        )
+    def build(layer):
+        parts = build_parts(config, layer, make, build_attention, build_moe, centered=centered)
         return DecoderLayer(*parts) if make_layer is None else make_layer(layer, *parts)
 
-    return build_around(config, make, build_layer, tied=config.tied, centered=centered)
+    return build_around(config, make, build, tied=config.tied, centered=centered)
+
+
+def build_parts(
+    config, layer: int, make: Builder, build_attention, build_moe, *, centered: bool = False
+) -> tuple[Any, ...]:
+    """Make the parts of a `DecoderLayer`; the arguments are those of `build_decoder`."""
+    h, eps, path = config.hidden, config.eps, f"layers.{layer}"
+    if layer in config.dense_layers:
+        mlp = build_gated_mlp(make, f"{path}.mlp", h, config.dense_intermediate)
+    else:
+        mlp = build_moe(config, layer, make)
+    return (
+        make.norm(f"{path}.attention_norm", h, eps, centered=centered),
+        build_attention(config, layer, make),
+        make.norm(f"{path}.mlp_norm", h, eps, centered=centered),
+        mlp,
+    )
 
 
 def build_around(
@@ -548,15 +730,8 @@ def build_around(
       centered: whether the last norm in the file stores ``weight - 1``.
       decoder: makes the model from its parts: `Decoder` or a class derived from it.
     """
-    settings, rows, h = make.settings, config.vocab_size, config.hidden
-    expert_mesh, vocabulary = None, make
-    if settings.shards > 1 and rows % settings.shards:
-        reason = f"{rows} rows cannot be divided into {settings.shards} equal parts"
-        say_replicated("the vocabulary", settings.shards, reason)
-    elif settings.shards > 1:
-        spec = ShardSpec("rows", settings.shards)
-        vocabulary, rows = make.sharded({"embedding": spec, "head": spec}), rows // settings.shards
-        expert_mesh = settings.expert_mesh
+    settings, h = make.settings, config.hidden
+    vocabulary, rows, expert_mesh = divide_vocabulary(config, make)
     embedding = vocabulary.variable("embedding", (rows, h))
     layers = [build_layer(layer) for layer in range(config.num_layers)]
     norm = make.norm("norm", h, config.eps, centered=centered)
@@ -567,6 +742,29 @@ def build_around(
     if settings.expert_mesh is not None and settings.expert_mesh.data > 1:
         model.rows_mesh = settings.expert_mesh
     return model
+
+
+def divide_vocabulary(config: Any, make: Builder) -> tuple[Builder, int, ExpertMesh | None]:
+    """Return how the embedding and the head are made, sharded along `tensor` if it divides them.
+
+    Args:
+      config: has vocab_size.
+      make: builds the parts.
+
+    Returns:
+      A builder for both, the number of token ids of one shard, and the mesh. The mesh is None if
+      they are not sharded.
+    """
+    settings, rows = make.settings, config.vocab_size
+    if settings.shards == 1:
+        return make, rows, None
+    if rows % settings.shards:
+        reason = f"{rows} rows cannot be divided into {settings.shards} equal parts"
+        say_replicated("the vocabulary", settings.shards, reason)
+        return make, rows, None
+    spec = ShardSpec("rows", settings.shards)
+    divided = make.sharded({"embedding": spec, "head": spec})
+    return divided, rows // settings.shards, settings.expert_mesh
 
 
 def build_head(make: Builder, rows: int, hidden: int, tied: bool) -> Any:
@@ -592,7 +790,7 @@ def build_head(make: Builder, rows: int, hidden: int, tied: bool) -> Any:
                 "true in the configuration; the weights of the embedding make the logits"
             )
         return None
-    if tied and make.same("head", "embedding"):
+    if tied and make.same("head", make.key("embedding")):
         make.ignore("head", "the head equals the embedding, with which it shares its weights")
         return None
     if tied:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.drafting_layers import BEHIND, one_layer
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
@@ -145,5 +146,6 @@ KEYS: KeyTable = {
     **gated_mlp_keys("layers.*.mlp", "model.layers.*.mlp"),
     **moe_keys("model.layers.*.mlp", bias="gate.e_score_correction_bias", shared="shared_experts"),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
-LITE = Architecture(read_lite_config, build_model, build_moe, KEYS)
+_DRAFTING = one_layer(BEHIND, build_attention, build_moe)
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS, drafting=_DRAFTING)
+LITE = Architecture(read_lite_config, build_model, build_moe, KEYS, drafting=_DRAFTING)

@@ -16,6 +16,7 @@ import jax
 from jax_nvfp4_moe.models import deepseek_v3
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_decoder
+from jax_nvfp4_moe.models.drafting_layers import BEHIND, one_layer
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     read_dense_layers,
@@ -187,5 +188,12 @@ KEYS: KeyTable = {
     **deepseek_v3.KEYS,
     **below("layers.*.attention.indexer", "model.layers.*.self_attn.indexer", _INDEXER),
 }
-ARCHITECTURE = Architecture(read_config, build_model, deepseek_v3.build_moe, KEYS)
-GLM = Architecture(read_glm_config, build_model, deepseek_v3.build_moe, KEYS)
+_MOE = deepseek_v3.build_moe
+_DRAFTING = one_layer(
+    BEHIND,
+    build_attention,
+    _MOE,
+    attention=lambda config: Indexed(config.attention.latent, (FULL,)),
+)
+ARCHITECTURE = Architecture(read_config, build_model, _MOE, KEYS, drafting=_DRAFTING)
+GLM = Architecture(read_glm_config, build_model, _MOE, KEYS, drafting=_DRAFTING)

@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields, find_rope_fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around
+from jax_nvfp4_moe.models.drafter import Drafter
+from jax_nvfp4_moe.models.drafting_layers import DraftForm
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     read_sparse,
@@ -67,11 +70,13 @@ class DeepseekV4Config(SparseConfig):
       streams: the sizes of the residual streams.
       hash_layers: the indices of layers in which token ids decide the experts.
       activation: the activation of experts and shared experts.
+      drafting_attention: the sizes of the attention of the drafting layer.
     """
 
     streams: StreamSizes
     hash_layers: frozenset[int]
     activation: ActivationCall
+    drafting_attention: CompressedConfig
 
 
 def read_config(config: Mapping[str, Any]) -> DeepseekV4Config:
@@ -105,10 +110,10 @@ def read_config(config: Mapping[str, Any]) -> DeepseekV4Config:
     first = range(min(fields.count("num_hash_layers", 3), layers))
     hashed = (n for n, kind in enumerate(kinds) if kind == _HASH)
     hash_layers = frozenset(hashed if kinds else first)
-    attention = _read_attention(fields, config)
+    *attention, drafting = _read_attention(fields, config)
     read = read_sparse(
         fields,
-        attention,
+        tuple(attention),
         router,
         eps=_EPS,
         experts=_EXPERTS,
@@ -116,11 +121,17 @@ def read_config(config: Mapping[str, Any]) -> DeepseekV4Config:
         shared_experts=fields.count("n_shared_experts", 1),
     )
     call = find_activation("silu", limit=limit)
-    return DeepseekV4Config(**vars(read), streams=streams, hash_layers=hash_layers, activation=call)
+    return DeepseekV4Config(
+        **vars(read),
+        streams=streams,
+        hash_layers=hash_layers,
+        activation=call,
+        drafting_attention=drafting,
+    )
 
 
 def _read_attention(fields, config) -> tuple[CompressedConfig, ...]:
-    """Return the sizes of the attention of each layer."""
+    """Return the sizes of the attention of each layer, and last of the drafting layer."""
     head_dim, heads = fields.size("head_dim", default=512), fields.size("num_attention_heads")
     groups = fields.size("o_groups", default=8)
     fields.relate(heads % groups == 0, f"o_groups: {heads} heads do not divide by {groups} groups")
@@ -154,7 +165,7 @@ def _read_attention(fields, config) -> tuple[CompressedConfig, ...]:
         return dataclasses.replace(plain, rope=compressed, pool=pool, indexer=chosen)
 
     kinds = {_SLIDING: plain, _SPARSE: compress(_SPARSE), _HEAVY: compress(_HEAVY)}
-    return tuple(kinds[kind] for kind in _read_types(fields, config))
+    return tuple(kinds[kind] for kind in (*_read_types(fields, config), _drafting_type(config)))
 
 
 def _read_ropes(fields, config, head_dim) -> tuple[Rope, Rope]:
@@ -193,6 +204,13 @@ def _read_rates(fields, config) -> dict[str, int]:
     found = {kind: rates.size(kind, default=rate) for kind, rate in _RATES.items()}
     fields.problems += rates.problems
     return {kind: fields.size(_OLD_RATES[kind], default=rate) for kind, rate in found.items()}
+
+
+def _drafting_type(config) -> str:
+    """Return the type of the drafting layer, whose ratio follows those of the other layers."""
+    ratios, layers = config.get("compress_ratios"), config.get("num_hidden_layers")
+    given = ratios[layers:] if isinstance(ratios, list) and type(layers) is int else []
+    return _TYPES.get(given[0], _SLIDING) if given and type(given[0]) is int else _SLIDING
 
 
 def _read_types(fields, config) -> tuple[str, ...]:
@@ -289,6 +307,45 @@ class StreamDecoder(Decoder):
     def close_stream(self, stream: Streams) -> Array:
         """Return the normalized vectors ``[b, t, h]`` of what leaves the last layer."""
         return self.norm(self.collapse(stream.x))
+
+    def drafted_from(self, stream: Streams, x: Array) -> Array:
+        """Return the vectors with which drafts are made, ``[b, t, n * h]``: all streams.
+
+        Without drafting layers that read the streams, return `x`.
+        """
+        return lax.collapse(stream.x, 2) if isinstance(self.drafter, StreamDrafter) else x
+
+
+class StreamDrafter(Drafter):
+    """Drafting layers that read the residual streams of the model ``[b, t, n * h]``.
+
+    ``x[i] = hidden_joint(hidden_norm(hidden[i])) + joint(embedding_norm(embedded))`` for each
+    stream i, then the layer, then ``normal = norm(collapse(x))``. To draft a token further, it
+    reads its own streams.
+
+    Attributes:
+      joint: the linear from embeddings to ``[h]``.
+      hidden_joint: the linear from one stream to ``[h]``.
+      collapse: makes one vector of the streams before the last norm.
+    """
+
+    hidden_joint: Any
+    collapse: StreamCollapse
+
+    @property
+    def streams(self) -> int:
+        """The number of residual streams."""
+        return self.collapse.sizes.streams
+
+    def __call__(self, embedded, hidden, positions, entries):
+        """Read pairs, with the arguments and results of `Drafter`."""
+        x = hidden.reshape(*hidden.shape[:2], self.streams, -1)
+        x = self.hidden_joint(self.hidden_norm(x))
+        x = x + self.joint(self.embedding_norm(embedded))[:, :, None]
+        (layer,), entry = self.layers, None if entries is None else entries[0]
+        # No table of token ids chooses the experts of this layer.
+        stream, entry = layer(Streams(x, positions), positions, entry)
+        return lax.collapse(stream.x, 2), self.norm(self.collapse(stream.x)), (entry,)
 
 
 def build_attention(config: DeepseekV4Config, layer: int, make: Builder) -> CompressedAttention:
@@ -406,4 +463,41 @@ KEYS: KeyTable = {
         for part, names in _POOL.items()
     },
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+
+
+def _build_drafting_layers(config: DeepseekV4Config, make: Builder) -> list[StreamLayer]:
+    """Make the drafting layer, which has no table of experts."""
+    attention = (config.drafting_attention,)
+    own = dataclasses.replace(config, num_layers=1, attention=attention, hash_layers=frozenset())
+    return [StreamLayer(own, 0, make)]
+
+
+def _complete_drafter(config: DeepseekV4Config, make: Builder, *parts, **own) -> StreamDrafter:
+    """Make the drafter of its parts, and of those that other drafters do not have."""
+    drafter = StreamDrafter(*parts, **own)
+    drafter.hidden_joint = make.linear("hidden_joint", config.hidden, config.hidden)
+    drafter.collapse = StreamCollapse(config.streams, make, "collapse")
+    return drafter
+
+
+_DRAFTING = DraftForm(
+    {
+        "joint": "mtp.0.e_proj",
+        "hidden_joint": "mtp.0.h_proj",
+        "embedding_norm": "mtp.0.enorm",
+        "hidden_norm": "mtp.0.hnorm",
+        "layers": "mtp.0",
+        "norm": "mtp.0.norm",
+        "collapse.projection": "mtp.0.hc_head_fn",
+        "collapse.bias": "mtp.0.hc_head_base",
+        "collapse.scale": "mtp.0.hc_head_scale",
+        "embedding": "mtp.0.emb.tok_emb.weight",
+        "head": "mtp.0.head",
+        "further.*": "mtp.*",
+        "all": "mtp.0",
+    },
+    _build_drafting_layers,
+    drafter=_complete_drafter,
+    joined=1,
+)
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS, drafting=_DRAFTING)

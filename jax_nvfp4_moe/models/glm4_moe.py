@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.drafting_layers import BEHIND, one_layer
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import (
@@ -70,4 +71,10 @@ KEYS = {
     **gated_mlp_keys("layers.*.mlp", "model.layers.*.mlp"),
     **moe_keys("model.layers.*.mlp", bias="gate.e_score_correction_bias", shared="shared_experts"),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+ARCHITECTURE = Architecture(
+    read_config,
+    build_model,
+    build_moe,
+    KEYS,
+    drafting=one_layer(BEHIND, build_attention, build_moe),
+)

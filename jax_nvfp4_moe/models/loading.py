@@ -52,6 +52,7 @@ from jax_nvfp4_moe.models import (
 )
 from jax_nvfp4_moe.models.config_keys import refuse_unread_keys, warn_of_generation_keys
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
+from jax_nvfp4_moe.models.drafting_layers import build_drafter, check_draft
 from jax_nvfp4_moe.models.refused import why_refused_family
 from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
 from jax_nvfp4_moe.nn.building.builder import Builder, Part, check_parts_cover
@@ -144,6 +145,7 @@ def load_model(
     mesh: Any = None,
     axis_names: Mapping[str, str] | None = None,
     dispatch: str = "psum",
+    draft: str | None = None,
 ) -> Decoder:
     """Load a checkpoint as a `flax.nnx` model, ready to run on this device or on a mesh.
 
@@ -175,6 +177,9 @@ def load_model(
         runs its own experts on all tokens, and their results are summed. With "all_to_all", or
         "ragged" on GPUs, tokens are sharded along `expert` and travel to the devices of their
         experts. See `parallel.dispatch`.
+      draft: "mtp" to read the drafting layers of the file as well (multi-token prediction), which
+        `Decoder.draft` runs. Each keeps the format in which the file stores it. None, the default,
+        leaves them out.
 
     Returns:
       A `Decoder`: ``model(input_ids)`` takes int ``[b, t]`` and returns float32 logits ``[b, t,
@@ -183,7 +188,8 @@ def load_model(
 
     Raises:
       CheckpointError: the folder, a config or a header is wrong, or a scale is NaN or infinite. The
-        error lists all problems of the configs and headers.
+        error lists all problems of the configs and headers. Also if the file has no drafting
+        layers, or its architecture's are not supported, and `draft` asks for them.
       ValueError: an argument is wrong, or the scheme does not fit the checkpoint.
       NoBackendError: no backend can run a module. The error lists every backend with its reason.
       MemoryError: the device has too little memory. The message names the tensor and its size.
@@ -200,9 +206,10 @@ def load_model(
 
     Source: the files of ``models/`` name the reference of each architecture.
     """
+    check_draft(draft)
     settings = _settings(scheme, dtype, backend, mesh, dispatch, axis_names)
     with open_checkpoint(path) as checkpoint:
-        unread = find_model(checkpoint, settings)
+        unread = find_model(checkpoint, settings, draft=draft)
         warn_of_generation_keys(checkpoint.folder)
         stop_ids = read_stop_ids(checkpoint.folder, read_end_of_text(checkpoint.folder))
         with unread.open_reader() as reader:
@@ -332,7 +339,11 @@ class UnreadModel:
 
 
 def find_model(
-    checkpoint: Checkpoint, settings: Settings, options: LoadOptions | None = None
+    checkpoint: Checkpoint,
+    settings: Settings,
+    options: LoadOptions | None = None,
+    *,
+    draft: str | None = None,
 ) -> UnreadModel:
     """Find a whole model in the headers: build it without weights, and find its tensors.
 
@@ -340,17 +351,31 @@ def find_model(
       checkpoint: the open checkpoint.
       settings: the settings of the modules.
       options: how to read tensors. None derives the options from `settings`.
+      draft: as for `load_model`. None by default.
 
     Raises:
       CheckpointError: lists everything that is missing, misshapen or unexpected. Nothing is read.
     """
     row, config = _read_config(checkpoint)
+    if draft is not None and row.drafting is None:
+        names = list_architectures(merge_text_config(checkpoint.config))
+        supported = [name for name, one in ARCHITECTURES.items() if one.drafting is not None]
+        problem = (
+            f"draft={draft!r}: drafting layers of {quoted(names)} are not read; load it without "
+            f"draft. Those of these architectures are read: {', '.join(supported)}"
+        )
+        raise CheckpointError([problem], str(checkpoint.folder))
     few = refuse_layers(checkpoint.tensors, config.num_layers)
     if few is not None:
         raise CheckpointError([few], str(checkpoint.folder))
-    unread = _find(
-        checkpoint, row, lambda make: row.build_model(config, make), "", settings, options
-    )
+
+    def build(make):
+        model = row.build_model(config, make)
+        if draft is not None:
+            model.drafter = build_drafter(row, config, make)
+        return model
+
+    unread = _find(checkpoint, row, build, "", settings, options)
     warn_of_other_frequencies(checkpoint, config)
     return unread
 
@@ -389,7 +414,11 @@ def _find(checkpoint, row, build, path, settings, options):
 
 
 def abstract_model(
-    path: Folder, *, scheme: Scheme | str | None = None, dtype=jnp.bfloat16
+    path: Folder,
+    *,
+    scheme: Scheme | str | None = None,
+    dtype=jnp.bfloat16,
+    draft: str | None = None,
 ) -> UnreadModel:
     """Find a model in the headers, without input scales being required, to inspect it.
 
@@ -397,13 +426,15 @@ def abstract_model(
       path: as for `load_model`.
       scheme: as for `load_model`.
       dtype: as for `load_model`.
+      draft: as for `load_model`. None by default.
 
     Raises:
       CheckpointError: as for `load_model`.
     """
     settings = _settings(scheme, dtype, None)
+    options = _options(settings, input_scales="optional")
     with open_checkpoint(path) as checkpoint:
-        return find_model(checkpoint, settings, _options(settings, input_scales="optional"))
+        return find_model(checkpoint, settings, options, draft=draft)
 
 
 def find_unquantized(checkpoint: Checkpoint) -> UnreadModel:

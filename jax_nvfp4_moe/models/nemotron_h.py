@@ -20,6 +20,7 @@ from flax import nnx
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import MOST, Fields, is_finite
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around
+from jax_nvfp4_moe.models.drafting_layers import MTP, DraftForm
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
 from jax_nvfp4_moe.models.sparse import read_grouped_router
 from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig, build_heads
@@ -44,6 +45,7 @@ _KINDS = {
     "mlp": DENSE,
     "moe": MOE,
 }
+_MOST_DRAFTING = 64  # layers of a drafter; published models have two
 _ACTIVATIONS = {
     "relu2": "relu2",
     "silu": "silu_no_mul",
@@ -91,6 +93,7 @@ class NemotronHConfig:
       dense_intermediate: the intermediate size of MLPs.
       experts: the sizes of the expert block. None if no layer has one.
       tied: whether the head shares the weights of the embedding.
+      drafting_pattern: the kind of each drafting layer.
     """
 
     vocab_size: int
@@ -106,6 +109,7 @@ class NemotronHConfig:
     dense_intermediate: int
     experts: Experts | None
     tied: bool
+    drafting_pattern: str
 
     @property
     def num_layers(self) -> int:
@@ -137,9 +141,22 @@ def read_config(config: Mapping[str, Any]) -> NemotronHConfig:
         dense_intermediate=fields.size("intermediate_size") if DENSE in pattern else 1,
         experts=_read_experts(fields) if MOE in pattern else None,
         tied=fields.flag("tie_word_embeddings", False),
+        drafting_pattern=_read_drafting_pattern(config),
     )
     fields.finish()
     return read
+
+
+def _read_drafting_pattern(config) -> str:
+    """Return the kinds of the drafting layers, by default an attention and experts.
+
+    Kinds that no drafting layer has are left out. The tensors of such layers are then a problem for
+    those who load drafting layers, and for nobody else.
+    """
+    listed = config.get("mtp_layers_block_type") or config.get("mtp_hybrid_override_pattern")
+    listed = listed[:_MOST_DRAFTING] if isinstance(listed, list | str) else []
+    kinds = [_KINDS.get(str(one), one) for one in listed]
+    return "".join(one for one in kinds if one in (ATTENTION, MOE)) or ATTENTION + MOE
 
 
 def _read_pattern(fields, config) -> str:
@@ -405,11 +422,22 @@ def build_model(config: NemotronHConfig, make: Builder) -> Decoder:
     def build_layer(layer):
         last = layer == config.num_layers - 1
         residual = jnp.float32 if config.wide_residual and not last else dtype
-        norm = make.norm(f"layers.{layer}.norm", config.hidden, config.eps)
-        mixer = _build_mixer(config, layer, make)
-        return Layer(config.pattern[layer], norm, mixer, dtype, residual)
+        return _build_layer(config, layer, make, residual)
 
     return build_around(config, make, build_layer, tied=config.tied)
+
+
+def _build_layer(config, layer, make, residual_dtype):
+    """Make one layer."""
+    norm = make.norm(f"layers.{layer}.norm", config.hidden, config.eps)
+    mixer = _build_mixer(config, layer, make)
+    return Layer(config.pattern[layer], norm, mixer, make.settings.dtype, residual_dtype)
+
+
+def _build_drafting_layers(config: NemotronHConfig, make: Builder) -> list[Layer]:
+    """Make the layers of the drafter."""
+    own = dataclasses.replace(config, pattern=config.drafting_pattern)
+    return [_build_layer(own, layer, make, make.settings.dtype) for layer in range(own.num_layers)]
 
 
 _MIXER = "model.layers.*.mixer"
@@ -435,4 +463,18 @@ KEYS: KeyTable = {
         },
     ),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS, moe="layers.*.mixer")
+# The first drafting layer holds what joins embeddings and vectors, and the last one the last norm.
+_DRAFTING = DraftForm(
+    {
+        **MTP,
+        "joint": "mtp.layers.0.eh_proj",
+        "embedding_norm": "mtp.layers.0.enorm",
+        "hidden_norm": "mtp.layers.0.hnorm",
+        "norm": "mtp.layers.{last}.final_layernorm",
+    },
+    _build_drafting_layers,
+    count=lambda config: len(config.drafting_pattern),
+)
+ARCHITECTURE = Architecture(
+    read_config, build_model, build_moe, KEYS, moe="layers.*.mixer", drafting=_DRAFTING
+)

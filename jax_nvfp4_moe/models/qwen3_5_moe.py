@@ -29,5 +29,9 @@ def read_config(config: Mapping[str, Any]) -> qwen3_next.Qwen3NextConfig:
 
 
 ARCHITECTURE = Architecture(
-    read_config, qwen3_next.build_model, qwen3_next.build_moe, qwen3_next.KEYS
+    read_config,
+    qwen3_next.build_model,
+    qwen3_next.build_moe,
+    qwen3_next.KEYS,
+    drafting=qwen3_next.DRAFTING,
 )

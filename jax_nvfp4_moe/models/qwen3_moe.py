@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.drafting_layers import MTP, one_layer
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_window
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import (
@@ -74,4 +75,10 @@ KEYS = {
     **gated_mlp_keys("layers.*.mlp", "model.layers.*.mlp"),
     **moe_keys("model.layers.*.mlp"),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+ARCHITECTURE = Architecture(
+    read_config,
+    build_model,
+    build_moe,
+    KEYS,
+    drafting=one_layer(MTP, build_attention, build_moe),
+)

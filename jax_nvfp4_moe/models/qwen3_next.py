@@ -12,6 +12,7 @@ from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.drafting_layers import MTP, one_layer
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, delta_keys, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import read_sparse_step, require_experts
 from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig, build_heads
@@ -228,4 +229,11 @@ KEYS = {
     **moe_keys(_BLOCK, shared="shared_expert"),
     "layers.*.mlp.shared_gate": f"{_BLOCK}.shared_expert_gate",
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+DRAFTING = one_layer(
+    MTP,
+    build_mixer,
+    build_moe,
+    centered=True,
+    attention_layers=lambda config: frozenset({0}),  # whatever the layers of the model have
+)
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS, drafting=DRAFTING)

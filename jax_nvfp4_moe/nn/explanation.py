@@ -9,6 +9,7 @@ from flax import nnx
 
 from jax_nvfp4_moe.backends.plan import Plan
 from jax_nvfp4_moe.backends.resolution import explain_plan, resolve, resolve_again
+from jax_nvfp4_moe.nn.building.keys import DRAFTER
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.numerics.arguments import check_kind
 from jax_nvfp4_moe.ops.dense import explain_fp8
@@ -48,8 +49,8 @@ def explain(subject: Any, *, target: Target | None = None) -> Choice:
 
     Returns:
       A `Choice`, which prints as a table. For a model it describes the first expert layer, and its
-      field `modules` lists the choice of every such module. An `FP8Linear` has no scheme, and its
-      backend is "xla" if no kernel takes few rows.
+      field `modules` lists the choice of every such module, those of drafting layers last. An
+      `FP8Linear` has no scheme, and its backend is "xla" if no kernel takes few rows.
 
     Raises:
       TypeError: `target` is no `Target`.
@@ -74,7 +75,8 @@ def explain(subject: Any, *, target: Target | None = None) -> Choice:
             "subject: expected a Problem, or a Flax NNX module that is or contains an NVFP4MoE, "
             f"an NVFP4Linear or an FP8Linear; got {type(subject).__name__}"
         )
-    choices = list(_find_choices(subject, target))
+    found = _find_choices(subject, target)
+    choices = sorted(found, key=lambda choice: choice[0].startswith(f"{DRAFTER}."))
     if not choices:
         raise ValueError(
             "subject: expected a module that contains an NVFP4MoE, an NVFP4Linear or an FP8Linear; "

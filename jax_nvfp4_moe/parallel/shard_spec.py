@@ -182,6 +182,12 @@ def axis_spec(expert_mesh: ExpertMesh, axis: int | None, rows: str | None = None
     return expert_mesh.spec(*(rows,)[:axis], *(None,) * (axis - 1), TENSOR)
 
 
+def widen_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Return the specification of arrays that have one more axis behind the first."""
+    first, *others = (*spec, None)[: max(len(spec), 1)]
+    return PartitionSpec(first, None, *others)
+
+
 def take_shard(value: Any, spec: ShardSpec | None, index: int, shards: int) -> Any:
     """Return what one shard holds of a value from a checkpoint.
 

@@ -9,7 +9,7 @@ module::
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -19,9 +19,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.ops.moves import read_rows
+from jax_nvfp4_moe.ops.state_window import StateWindow
 from jax_nvfp4_moe.parallel.dispatch import share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
-from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, axis_spec
+from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, axis_spec, widen_spec
 from jax_nvfp4_moe.parallel.sharded_variable import (
     find_layout,
     module_axes,
@@ -150,10 +151,13 @@ class HeadParallel(nnx.Module):
       expert_mesh: the mesh of the shards, static; None (default) on one device.
       cache_axes: name of a cache entry -> the axis along which it is sharded among the shards; None
         for a replicated entry.
+      states: names of the cache entries that are not stored by position. They change with every
+        token, so that going back to an earlier token needs a copy; see `ops.state_window`.
     """
 
     expert_mesh: ExpertMesh | None = None
     cache_axes: ClassVar[Mapping[str, int | None]]
+    states: Collection[str] = ()
 
     def mix(self, *args: Any, **named: Any) -> Any:
         """Compute the part of one shard, with the arguments and results of `__call__`."""
@@ -196,10 +200,20 @@ class HeadParallel(nnx.Module):
         # Packed tokens are not in the rows of their positions.
         role = self.expert_mesh.rows(len(x)) if len(x) == len(positions) else None
         rows = self.expert_mesh.spec(role)
-        cache = None if entries is None else self._cache_specs(role)
+        cache = self._entry_specs(entries, role)
         others = (rows,) * len(further)
         specs = (rows, rows, cache, *others), (rows, cache, *others)
         return run_shards(self.expert_mesh, run, self, x, positions, entries, *further, specs=specs)
+
+    def _entry_specs(self, entries, rows: str | None):
+        """Return the specification of cache entries, which may be None or a `StateWindow`."""
+        if entries is None:
+            return None
+        own, of_rows = self._cache_specs(rows), self.expert_mesh.spec(rows)
+        if not isinstance(entries, StateWindow):
+            return own
+        states = {name: widen_spec(own[name]) for name in entries.states}
+        return StateWindow(states, {name: own[name] for name in entries.others}, of_rows)
 
     def _cache_specs(self, rows: str | None):
         """Return the specification of each cache entry, whose rows are sharded along `rows`."""

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support.devices.host_devices import call, make_mesh
+from support.files.drafted import write_drafted
 from support.files.given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE
 from support.models.architecture import run
 
@@ -173,3 +174,15 @@ def test_bad_arguments():
         device_load(moe, x, 3)
     with pytest.raises(ValueError, match="expected a module that contains an NVFP4MoE"):
         count_experts(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), x)
+
+
+def test_experts_of_drafting_layers_are_not_counted(tmp_path):
+    """A call of the model does not run them, and they stay where they are."""
+    folder = write_drafted("qwen3_next-modelopt-w4a16", tmp_path / "drafted")
+    model = load_model(folder, draft="mtp", dtype=jnp.float32, backend="reference")
+    ids = jnp.arange(12).reshape(2, 6)
+    counts = count_experts(model, ids)
+    assert counts.shape == (2, 6)
+    place_model(model, [balance_experts(row, 2, 8) for row in counts])
+    np.testing.assert_array_equal(count_experts(model, ids), counts)
+    assert model.drafter.layers[0].mlp.experts.slots is None

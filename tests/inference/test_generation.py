@@ -10,7 +10,9 @@ from support.models.architecture import run
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.inference import generation
-from jax_nvfp4_moe.inference.generation import Sampling, _choose, make_sampling, stream
+from jax_nvfp4_moe.inference.generation import stream
+from jax_nvfp4_moe.inference.sampling import Sampling, make_sampling
+from jax_nvfp4_moe.inference.sampling import choose as choose_tokens
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.decoder import Decoder
 
@@ -298,11 +300,18 @@ HARD_LOGITS = {
 }
 
 
+def draw_tokens(sampling, logits, count):
+    """Draw the token with index `count` of each row of logits ``[b, v]``."""
+    return choose_tokens(sampling, logits[:, None], jnp.full(len(logits), count, jnp.int32))[0][
+        :, 0
+    ]
+
+
 def choose(logits, **options):
     """Draw a token for each of 64 equal rows."""
     given = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | options
     sampling = make_sampling(**given, stop_ids=(), key=jax.random.key(0))
-    return np.asarray(_choose(sampling, jnp.tile(jnp.float32(logits), (64, 1)), 0))
+    return np.asarray(draw_tokens(sampling, jnp.tile(jnp.float32(logits), (64, 1)), 0))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-45, 1e-38, 1e-20, 9e-6])
@@ -336,7 +345,7 @@ def draws(count, **options):
         nucleus=options["top_p"] < 1,
     )
     logits = jnp.broadcast_to(jnp.log(chances), (count, 4))
-    return np.bincount(np.asarray(_choose(sampling, logits, 5)), minlength=4)
+    return np.bincount(np.asarray(draw_tokens(sampling, logits, 5)), minlength=4)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +382,7 @@ def test_chances_that_add_up_to_exactly_top_p_are_enough(top_p, kept):
     np.testing.assert_array_equal(chances[:3], [1 / 2, 1 / 4, 1 / 8])
     assert logits[0, 2] != logits[0, 3]
     sampling = make_sampling(1.0, None, top_p, (), jax.random.key(0))
-    drawn = _choose(sampling, jnp.broadcast_to(logits, (2000, 4)), 5)
+    drawn = draw_tokens(sampling, jnp.broadcast_to(logits, (2000, 4)), 5)
     assert set(np.asarray(drawn).tolist()) == set(range(kept))
 
 

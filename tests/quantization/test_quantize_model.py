@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.files.checkpoint_edits import GIVEN, read_all
+from support.files.drafted import in_bfloat16, stacked
+from support.files.drafting_tensors import drafting_tensors
 from support.files.hashed_weights import digest, hashed_weight
 from support.files.unquantized import (
     ROUNDABLE,
@@ -26,6 +28,7 @@ from support.files.unquantized import (
 from support.models.architecture import EXACT, KERNELS, run
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe, quantize_model
+from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import find_unquantized
 from jax_nvfp4_moe.numerics import nvfp4 as formats
@@ -564,3 +567,29 @@ def test_each_matrix_is_weighted_by_its_own_inputs(tmp_path):
         for expert in range(4):
             np.testing.assert_array_equal(scales(expert, part, importance[expert]), own[expert])
             assert (scales(expert, part, importance[expert - 1]) != own[expert]).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "format"),
+    [
+        ("qwen3_next-modelopt-w4a16", "model", "modelopt"),
+        ("glm4_moe-groups-modelopt-w4a16", "mtp", "compressed-tensors"),
+    ],
+)
+def test_drafting_layers_are_carried_over_to_the_byte(name, file, format, tmp_path):
+    """Also those in a file of their own."""
+    drafting = (stacked if file == "model" else in_bfloat16)(drafting_tensors(GIVEN / name))
+    source = dequantized(name, tmp_path / "source")
+    files = {"model": read_all(source)}
+    files[file] = files.get(file, {}) | drafting
+    for stem, tensors in files.items():
+        write_safetensors(source / f"{stem}.safetensors", tensors)
+    quantize_model(source, tmp_path / "quantized", format=format)
+    written = read_all(tmp_path / "quantized")
+    assert not differing({name: written.get(name) for name in drafting}, drafting)
+    model = load_model(tmp_path / "quantized", draft="mtp", **EXACT)
+    dense = load_model(source, draft="mtp", **EXACT)
+    for found, expected in zip(
+        jax.tree.leaves(model.drafter), jax.tree.leaves(dense.drafter), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)

@@ -11,13 +11,14 @@ import jax_nvfp4_moe as nvfp4
 
 SIGNATURES = {
     "load_model": "path, *, scheme=None, dtype=bfloat16, backend=None, mesh=None, "
-    "axis_names=None, dispatch='psum'",
+    "axis_names=None, dispatch='psum', draft=None",
     "load_moe": "path, layer, *, scheme=None, dtype=bfloat16, backend=None, mesh=None, "
     "axis_names=None, dispatch='psum'",
     "generate": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
-    "top_p=1.0, stop_ids=None, key=None, prefill_chunk=None, stats=False",
+    "top_p=1.0, stop_ids=None, key=None, draft=None, draft_tokens='auto', prefill_chunk=None, "
+    "stats=False",
     "stream": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
-    "top_p=1.0, stop_ids=None, key=None, prefill_chunk=None",
+    "top_p=1.0, stop_ids=None, key=None, draft=None, draft_tokens='auto', prefill_chunk=None",
     "save": "folder, module, *, overwrite=False",
     "restore": "folder, like",
     "load_tokenizer": "folder",

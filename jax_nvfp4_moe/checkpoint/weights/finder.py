@@ -64,6 +64,8 @@ class Finder:
       decisions: module -> how it is quantized and what decided that, for every module that was
         asked for. The experts of a layer are one entry, ``PREFIX.experts.*``.
       nbytes: the bytes of all tensors that are read.
+      claimed: the prefixes of drafting layers that are loaded. Tensors below them that nobody takes
+        are problems, and their modules need no input scales.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Finder:
         self.taken: set[str] = set()
         self.decisions: dict[str, Decision] = {}
         self.nbytes = 0
+        self.claimed: list[str] = []
 
     @functools.cached_property
     def names(self) -> TensorNames:
@@ -169,7 +172,8 @@ class Finder:
             return Decision(None, str(error))
         fitting = [choice for choice in choices if not forms or form_of(choice.scheme) in forms]
         if fitting:
-            return self._without_label(module, fitting[0])
+            decision = self._without_label(module, fitting[0])
+            return self._without_scale(module, decision, calibrated)
         declared = choices[0]
         if StoredForm.DENSE in forms:
             source = f"stored dense, but declared quantized ({declared.source})"
@@ -214,6 +218,21 @@ class Finder:
             module,
             f"{quoted(module)} is labelled {decision.scheme} ({decision.source}), but the file "
             f"stores no input scale for any such module: activations are not rounded ({scheme})",
+        )
+        return Decision(scheme, f"{decision.source}, but no input scale is stored")
+
+    def _without_scale(self, module, decision, calibrated) -> Decision:
+        """Return a decision; of weights only in drafting layers that tools have not calibrated."""
+        claimed = module.startswith(tuple(self.claimed))
+        if not claimed or decision.scheme not in CALIBRATED or calibrated():
+            return decision
+        scheme = WEIGHTS_ONLY[decision.scheme]
+        self.warn(
+            "drafting layers without input scales",
+            module,
+            f"{quoted(module)} is declared {decision.scheme} ({decision.source}), but the file "
+            "stores no input scale for this drafting layer: activations are not rounded "
+            f"({scheme})",
         )
         return Decision(scheme, f"{decision.source}, but no input scale is stored")
 

@@ -13,6 +13,7 @@ from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 FLOATS = ("BF16", "F16", "F32", "F64")
 _CODES = ("U8", "I8", "F4")
 _POWERS = ("U8", "F8_E8M0")
+_OF_BLOCKS = ".weight_scale_inv"  # the end of a name that only scales of blocks have
 
 
 class StoredForm(enum.StrEnum):
@@ -55,8 +56,9 @@ def form_of(scheme: CheckpointScheme) -> StoredForm:
 def find_forms(weight: Weight) -> tuple[StoredForm, ...]:
     """Return the forms that a stored weight may have, the likeliest first.
 
-    Scales of an FP8 weight with at most 128 rows and columns fit two forms. The result is empty if
-    a tensor is missing, or if its dtype or shape fits no form.
+    Scales of an FP8 weight with at most 128 rows and columns fit two forms. A name that only block
+    scales have then puts that form first. The result is empty if a tensor is missing, or if its
+    dtype or shape fits no form.
     """
     values, scale = weight
     if values is None:
@@ -81,7 +83,7 @@ def _fp8_forms(values, scale) -> tuple[StoredForm, ...]:
     grid = fp8_blocks.grid_shape(n, k, fp8_blocks.SQUARE)
     rows = tuple(size for size in scale.shape if size > 1)
     if rows == tuple(size for size in grid if size > 1) and scale.dtype != "U8":
-        found.append(StoredForm.BLOCKS)
+        found.insert(0 if scale.name.endswith(_OF_BLOCKS) else len(found), StoredForm.BLOCKS)
     if scale.dtype in _POWERS and scale.shape == fp8_blocks.grid_shape(n, k, fp8_blocks.MX):
         found.append(StoredForm.MXFP8)
     return tuple(found)

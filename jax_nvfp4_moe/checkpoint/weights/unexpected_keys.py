@@ -11,10 +11,12 @@ from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
 from jax_nvfp4_moe.checkpoint.names import CANONICAL
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.checkpoint.weights.cache_scales import find_part
 from jax_nvfp4_moe.checkpoint.weights.finder import Finder
 
 _LAYER = re.compile(re.escape(CANONICAL) + r"layers\.(\d{1,9})\.")
+_BELOW_MTP = re.compile(r"(?:^|\.)mtp\.(?:(?:layers\.)?(\d{1,9})\.)?")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head."
 # Names in a config for the number of layers that predict further tokens. They follow the others.
 _DRAFTING = (
@@ -65,8 +67,11 @@ def find_unexpected_keys(
         if name in finder.taken:
             continue
         info = finder.tensors.info(name)
-        extra = known_extra(name, num_layers)
-        beside = name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
+        inside = name.startswith(tuple(finder.claimed))
+        extra = known_extra(name, None if inside else num_layers)
+        if inside and extra in _OF_OTHER_MODULES:
+            extra = None
+        beside = not inside and _is_beside(name, info, loaded, key_mapping)
         if extra is None and beside and _may_be_head(finder, info):
             yield (
                 f"{quoted(info.name)} ({quoted(info.file)}): {info} has the shape of an output "
@@ -86,6 +91,11 @@ def find_unexpected_keys(
             )
         else:
             finder.note(f"tensors left out: {extra}")
+
+
+def _is_beside(name, info, loaded, key_mapping) -> bool:
+    """Return whether a tensor belongs to a module that is not loaded."""
+    return name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
 
 
 def _may_be_head(finder, info) -> bool:
@@ -117,6 +127,29 @@ def known_extra(name: str, num_layers: int | None) -> str | None:
     if num_layers is not None and layer >= num_layers:
         return f"layers beyond the {num_layers} that the config declares"
     return None
+
+
+def find_drafting_layers(tensors: Tensors, num_layers: int | None) -> tuple[int, list[str]]:
+    """Return how many drafting layers a file holds, and the names of all their tensors.
+
+    They are what stands below ``mtp.``, and the layers behind those of the config of which one
+    joins embeddings and vectors.
+
+    Args:
+      tensors: the tensors of the file.
+      num_layers: the number of layers in the config, or None.
+    """
+    below = [name for name in tensors.names() if _BELOW_MTP.search(name)]
+    layers = {found[1] for name in below if (found := _BELOW_MTP.search(name))}
+    behind = [
+        name
+        for name in tensors.names()
+        if num_layers is not None and _own_layer(name) >= num_layers
+    ]
+    joining = {_own_layer(name) for name in behind if ".eh_proj." in name}
+    behind = [name for name in behind if _own_layer(name) in joining]
+    numbered = layers - {None}
+    return (len(numbered) or len(layers)) + len(joining), below + behind
 
 
 def count_drafting_layers(config: Mapping[str, Any]) -> int:

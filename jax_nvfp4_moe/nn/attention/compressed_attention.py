@@ -32,6 +32,7 @@ from jax_nvfp4_moe.numerics.rope import Rope, rotate_last
 from jax_nvfp4_moe.ops.causal_attention.op import attention
 from jax_nvfp4_moe.ops.chosen_keys import multiply
 from jax_nvfp4_moe.ops.compressed_keys import attend_to_compressed
+from jax_nvfp4_moe.ops.state_window import StateWindow, run_tokens
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -126,8 +127,22 @@ class CompressedAttention(HeadParallel):
             entries |= pool.empty_cache(batch, max_length)
         return entries
 
+    @property
+    def states(self) -> frozenset[str]:
+        """The names of cache entries that hold the last tokens, and not all by position."""
+        return frozenset(("tokens", *(pool.entries[1] for pool in self._pools())))
+
     def mix(self, x: Float[Array, "... h"], positions: Int32[Array, "b t"], entries):
-        """Attend from tokens, ``[b, t, h]`` or packed; return the same and the cache entries."""
+        """Attend from tokens, ``[b, t, h]`` or packed; return the same and the cache entries.
+
+        Tokens whose states are kept are read one by one.
+        """
+        if isinstance(entries, StateWindow):
+            return run_tokens(self._mix, entries, dict, x, positions)
+        return self._mix(x, positions, entries)
+
+    def _mix(self, x, positions, entries):
+        """Compute `mix` with plain entries, or without."""
         config = self.config
         latent, key = jnp.split(self.down(x), [config.q_lora_rank], axis=-1)
         latent = self.q_norm(latent)

@@ -100,7 +100,24 @@ class Builder:
         """
         self.settings, self._table, self._keys = settings, table, keys
         self.parts: list[Part] = []
-        self.shards, self._specs = 1, {}
+        self.shards, self._specs, self._scope = 1, {}, ""
+        self._square_inputs_first: bool | None = None
+
+    def inside(
+        self, path: str, keys: KeyTable, *, square_inputs_first: bool | None = None
+    ) -> "Builder":
+        """Return a builder for the parts of one module of the model, with its own key table.
+
+        Args:
+          path: path of the module. Paths that are passed to the returned builder begin below it.
+          keys: key table of the module.
+          square_inputs_first: how stacks of square experts lie, whose shapes do not tell; as
+            `inputs_first` of `WeightTable.experts`. None, the default, reports them as a problem.
+        """
+        other = copy.copy(self)
+        other._scope, other._keys = f"{self._scope}{path}.", keys
+        other._square_inputs_first = square_inputs_first
+        return other
 
     def sharded(self, specs: Mapping[str, ShardSpec | None]) -> "Builder":
         """Return a builder for the parts of a module that is sharded along `tensor`.
@@ -131,12 +148,20 @@ class Builder:
         """Return the name in the file, for messages, of a tensor of the module at `path`."""
         return self._table.stored(f"{self.key(path)}.")
 
-    def same(self, path: str, variable: str) -> bool:
-        """Return whether the module at `path` is one weight, stored equal to that of a variable.
+    def same(self, path: str, name: str) -> bool:
+        """Return whether the part at `path` is one weight, stored equal to the tensor `name`.
 
         Both must have one dtype, one shape and the same bytes, which are read and compared.
         """
-        return self._table.same(self.key(path), self.key(variable))
+        return self._table.same(self.key(path).removesuffix(".weight"), name)
+
+    def problem(self, sentence: str) -> None:
+        """Note a problem with the file, which is raised with all others before weights are read."""
+        self._table.problem(sentence)
+
+    def claim(self, path: str) -> None:
+        """Declare that the drafting layers below `path` are loaded; see `Finder.claimed`."""
+        self._table.claim(f"{self.key(path)}.")
 
     def warn(self, fact: str) -> None:
         """Note a difference between the file and its configuration, for a warning in the log."""
@@ -148,7 +173,7 @@ class Builder:
 
     def ignore(self, path: str, reason: str) -> None:
         """Declare that the file's tensors of a part are left out on purpose, and why."""
-        self._table.ignore(f"{self.key(path)}.", reason)
+        self._table.ignore(f"{self.key(path).removesuffix('.weight')}.", reason)
 
     def array(
         self,
@@ -430,8 +455,10 @@ class Builder:
           intermediate: width between the two products.
           **options: options of `WeightTable.experts`.
         """
+        if self._square_inputs_first is not None and hidden in (intermediate, 2 * intermediate):
+            options = {"inputs_first": self._square_inputs_first} | options
         source = self._table.experts(self.key(path), num_experts, hidden, intermediate, **options)
-        self.parts.append(Part(path, {"": source}))
+        self.parts.append(Part(self._scope + path, {"": source}))
         params, expert_mesh = source.value, self.settings.expert_mesh
         if expert_mesh is not None:
             check_experts(params, expert_mesh)
@@ -455,7 +482,7 @@ class Builder:
 
     def _note(self, path, sources, construct, specs=None):
         """Note a part, and return it, abstract, with the shapes of all shards together."""
-        part = Part(path, sources, construct, specs or {}, self.shards)
+        part = Part(self._scope + path, sources, construct, specs or {}, self.shards)
         self.parts.append(part)
         values = {name: _zeros(source.value) for name, source in sources.items()}
         made = construct(values_of_shard(values, part.specs, 0, part.shards))

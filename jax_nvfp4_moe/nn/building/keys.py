@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 
 KeyTable = Mapping[str, str | tuple[str, ...]]
 
+DRAFTER = "drafter"  # the path of the drafting layers of a model
+
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

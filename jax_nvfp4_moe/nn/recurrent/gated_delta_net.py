@@ -28,6 +28,7 @@ from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.recurrent.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.ops.recurrent.steps import gated_delta_step
+from jax_nvfp4_moe.ops.state_window import run_tokens
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -97,6 +98,7 @@ class GatedDeltaNet(HeadParallel):
     """
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2, "state": 1}
+    states = frozenset(("inputs", "state"))
 
     def __init__(self, sizes: DeltaSizes, make: Builder, path: str):
         """Build the mixer at `path`; `sizes` are those of one shard.
@@ -140,30 +142,32 @@ class GatedDeltaNet(HeadParallel):
         Tokens at positions of `PADDING` or more do not change the entries. They must follow all
         other tokens of their row.
         """
-        b, t = positions.shape
-        old = self._start(b) if entries is None else entries
         projected, rates = self._project(x, positions)
-        step = functools.partial(gated_delta_step, rates=rates, target=self.target)
         rule = functools.partial(
             gated_delta_rule, normalize=True, dtype=self.dtype, target=self.target
         )
         convolution = functools.partial(causal_convolution, target=self.target)
         prompt = functools.partial(mix_gated_delta, rule=rule, convolution=convolution)
-        run = step if t == 1 else prompt
-        y, inputs, state = run(
-            projected,
-            positions,
-            old["inputs"],
-            old["state"],
-            conv_weight=self.conv_weight.get_value()[:, 0],
-            A_log=self.A_log.get_value(),
-            dt_bias=self.dt_bias.get_value(),
-            norm=self.norm.get_value(),
-            interleaved=self.interleaved,
-            eps=self.sizes.eps,
-        )
-        y = self.out_proj(pack_like(y, positions, x))
-        return y, None if entries is None else {"inputs": inputs, "state": state}
+
+        def run(projected, rates, positions, old):
+            step = functools.partial(gated_delta_step, rates=rates, target=self.target)
+            y, inputs, state = (step if positions.shape[1] == 1 else prompt)(
+                projected,
+                positions,
+                old["inputs"],
+                old["state"],
+                conv_weight=self.conv_weight.get_value()[:, 0],
+                A_log=self.A_log.get_value(),
+                dt_bias=self.dt_bias.get_value(),
+                norm=self.norm.get_value(),
+                interleaved=self.interleaved,
+                eps=self.sizes.eps,
+            )
+            return y, {"inputs": inputs, "state": state}
+
+        start = functools.partial(self._start, len(positions))
+        y, entries = run_tokens(run, entries, start, projected, rates, positions)
+        return self.out_proj(pack_like(y, positions, x)), entries
 
     def _project(self, x, positions):
         """Return the projected tokens, and their rates and steps if they come apart, or None.

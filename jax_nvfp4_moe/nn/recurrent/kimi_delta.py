@@ -28,6 +28,7 @@ from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.recurrent.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.ops.recurrent.steps import kimi_delta_step
+from jax_nvfp4_moe.ops.state_window import run_tokens
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -68,6 +69,7 @@ class KimiDelta(HeadParallel):
     """Linears, a causal convolution, the delta rule, and a norm gated by ``sigmoid``."""
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2, "state": 1}
+    states = frozenset(("inputs", "state"))
 
     def __init__(self, sizes: KimiDeltaSizes, make: Builder, path: str):
         """Make the module with the heads of one shard."""
@@ -117,8 +119,6 @@ class KimiDelta(HeadParallel):
         Tokens whose position is `PADDING` or larger are padding. Padding stands behind all other
         tokens of its row and does not change the entries.
         """
-        b, t = positions.shape
-        old = self._start(b) if entries is None else entries
         projected, rates = self._project(x, positions)
         decays = unpack(_project_twice(self.decay_down, self.decay_up, x), positions)
         gates = unpack(_project_twice(self.gate_down, self.gate_up, x), positions)
@@ -129,20 +129,27 @@ class KimiDelta(HeadParallel):
             "norm": self.norm.get_value(),
         }
         options = {"lower_bound": self.sizes.lower_bound, "eps": self.sizes.eps}
-        if t == 1:
-            tokens = projected, decays, gates, positions, old["inputs"], old["state"]
-            step = functools.partial(kimi_delta_step, target=self.target)
-            y, inputs, state = step(*tokens, rates=rates, **weights, **options)
-        else:
-            tokens = projected, positions, old["inputs"], old["state"], decays, gates, rates
-            rule = functools.partial(
-                gated_delta_rule, normalize=True, dtype=self.dtype, target=self.target
-            )
-            convolution = functools.partial(causal_convolution, target=self.target)
-            options |= {"rule": rule, "convolution": convolution}
-            y, inputs, state = mix_kimi_delta(*tokens, **weights, **options)
-        y = self.out_proj(pack_like(y, positions, x))
-        return y, None if entries is None else {"inputs": inputs, "state": state}
+        rule = functools.partial(
+            gated_delta_rule, normalize=True, dtype=self.dtype, target=self.target
+        )
+        convolution = functools.partial(causal_convolution, target=self.target)
+        by_chunks = {"rule": rule, "convolution": convolution}
+
+        def run(projected, decays, gates, rates, positions, old):
+            kept = positions, old["inputs"], old["state"]
+            if positions.shape[1] == 1:
+                step = functools.partial(kimi_delta_step, target=self.target)
+                tokens = projected, decays, gates, *kept
+                y, inputs, state = step(*tokens, rates=rates, **weights, **options)
+            else:
+                tokens = projected, *kept, decays, gates, rates
+                y, inputs, state = mix_kimi_delta(*tokens, **weights, **options, **by_chunks)
+            return y, {"inputs": inputs, "state": state}
+
+        start = functools.partial(self._start, len(positions))
+        tokens = projected, decays, gates, rates, positions
+        y, entries = run_tokens(run, entries, start, *tokens)
+        return self.out_proj(pack_like(y, positions, x)), entries
 
     def _project(self, x, positions):
         """Return queries, keys, values and rates, and the rates again if they come apart, or None.

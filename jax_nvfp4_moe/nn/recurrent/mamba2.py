@@ -31,6 +31,7 @@ from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.recurrent.mamba2 import mix_mamba2
 from jax_nvfp4_moe.ops.recurrent.mamba2_scan import mamba2_scan
 from jax_nvfp4_moe.ops.recurrent.steps import mamba2_step
+from jax_nvfp4_moe.ops.state_window import run_tokens
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -95,6 +96,7 @@ class Mamba2(HeadParallel):
     """
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"conv": 2, "state": 1}
+    states = frozenset(("conv", "state"))
 
     def __init__(self, config: Mamba2Config, make: Builder, path: str):
         """Build the mixer at `path`; the sizes in `config` are those of one shard."""
@@ -136,8 +138,7 @@ class Mamba2(HeadParallel):
         Tokens at positions of `PADDING` or more do not change the entries. They must follow all
         other tokens of their row.
         """
-        config, (b, t) = self.config, positions.shape
-        old = self._start(b) if entries is None else entries
+        config = self.config
         bias = None if self.conv_bias is None else self.conv_bias.get_value()
         step = functools.partial(mamba2_step, target=self.target)
         convolution = None
@@ -145,23 +146,29 @@ class Mamba2(HeadParallel):
             convolution = functools.partial(causal_convolution, target=self.target)
         scan = functools.partial(mamba2_scan, dtype=self.dtype, target=self.target)
         prompt = functools.partial(mix_mamba2, scan=scan, convolution=convolution)
-        y, conv, state = (step if t == 1 else prompt)(
-            unpack(self.in_proj(x), positions),
-            positions,
-            old["conv"],
-            old["state"],
-            conv_weight=self.conv_weight.get_value()[:, 0],
-            conv_bias=bias,
-            A_log=self.A_log.get_value(),
-            dt_bias=self.dt_bias.get_value(),
-            D=self.D.get_value(),
-            norm=self.norm.get_value(),
-            activation=self.activation,
-            step_limits=config.step_limits,
-            eps=config.eps,
-        )
-        y = self.out_proj(pack_like(y, positions, x))
-        return y, None if entries is None else {"conv": conv, "state": state}
+
+        def run(projected, positions, old):
+            y, conv, state = (step if positions.shape[1] == 1 else prompt)(
+                projected,
+                positions,
+                old["conv"],
+                old["state"],
+                conv_weight=self.conv_weight.get_value()[:, 0],
+                conv_bias=bias,
+                A_log=self.A_log.get_value(),
+                dt_bias=self.dt_bias.get_value(),
+                D=self.D.get_value(),
+                norm=self.norm.get_value(),
+                activation=self.activation,
+                step_limits=config.step_limits,
+                eps=config.eps,
+            )
+            return y, {"conv": conv, "state": state}
+
+        start = functools.partial(self._start, len(positions))
+        projected = unpack(self.in_proj(x), positions)
+        y, entries = run_tokens(run, entries, start, projected, positions)
+        return self.out_proj(pack_like(y, positions, x)), entries
 
 
 def build_mamba2(config: Mamba2Config, path: str, make: Builder):

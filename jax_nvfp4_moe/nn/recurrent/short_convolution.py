@@ -6,6 +6,7 @@ Source: `modeling_lfm2_moe` of transformers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.ops.positions import PADDING
+from jax_nvfp4_moe.ops.state_window import run_tokens
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -42,6 +44,7 @@ class ShortConvolution(HeadParallel):
     """A convolution over a few tokens, with one gate before it and one behind it."""
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2}
+    states = frozenset(("inputs",))
 
     def __init__(self, sizes: ShortConvolutionSizes, make: Builder, path: str):
         """Make the module with the channels of one shard."""
@@ -71,15 +74,19 @@ class ShortConvolution(HeadParallel):
         Tokens whose position is `PADDING` or larger are padding. Padding stands behind all other
         tokens of its row and does not change the entries.
         """
-        old = self._start(positions.shape[0]) if entries is None else entries
         b, c, inputs = jnp.split(unpack(self.in_proj(x), positions), 3, axis=-1)
         weight = self.conv_weight.get_value()[:, 0]
-        mixed, inputs = convolve(b * inputs, old["inputs"], weight, positions < PADDING)
+
+        def run(inputs, positions, old):
+            mixed, inputs = convolve(inputs, old["inputs"], weight, positions < PADDING)
+            return mixed, {"inputs": inputs}
+
+        start = functools.partial(self._start, len(positions))
+        mixed, entries = run_tokens(run, entries, start, b * inputs, positions)
         if self.conv_bias is not None:
             mixed = mixed + self.conv_bias.get_value()[None, None]
         y = (c.astype(jnp.float32) * mixed).astype(self.dtype)
-        y = self.out_proj(pack_like(y, positions, x))
-        return y, None if entries is None else {"inputs": inputs}
+        return self.out_proj(pack_like(y, positions, x)), entries
 
 
 def build_short_convolution(sizes: ShortConvolutionSizes, path: str, make: Builder):
