@@ -41,7 +41,7 @@ def start_with_pairs(model, sampling, ids, lengths, most, room, chunk, drafting)
             _columns(ids, first, first + end - start) for first in (start, start + 1)
         )
         counts, pairs = (_between(count, start, end) for count in (lengths, lengths - 1))
-        size = None if traced else count_tokens(counts, end - start)
+        size = None if traced else count_tokens(np.asarray(counts), end - start)
         run = _extend(model, run, part, following, counts, pairs, num_tokens=size)
     return _begin(model, sampling, run, most, room, drafting)
 

@@ -8,6 +8,7 @@ Source: github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -55,7 +56,8 @@ def record(
 def propose(model: Any, memory: Memory, count: int) -> tuple[Int32[Array, "b n"], Memory]:
     """Return `count` drafted tokens of each row, or `NOTHING`, and the memory."""
     del model
-    return jax.vmap(lambda *row: _propose_row(*row, count))(memory.text, memory.lengths), memory
+    propose_row = jax.vmap(functools.partial(_propose_row, count=count))
+    return propose_row(memory.text, memory.lengths), memory
 
 
 def _propose_row(text, length, count):

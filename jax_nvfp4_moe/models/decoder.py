@@ -70,7 +70,8 @@ class Cache(tuple):
 
     Attributes:
       layers: one mapping per layer, name -> array. Attention stores keys and values ``[b, m,
-        max_length, d]`` with m heads; a recurrent mixer stores its state ``[b, ...]``.
+        max_length, d]`` with m heads; a recurrent mixer stores its state ``[b, ...]``. After
+        `Decoder.open_window`, layers with states have a `StateWindow` in its place.
       lengths: int32 ``[b]``, the number of tokens that each row has read. Keys and values beyond
         that number have no meaning.
       max_length: the number of tokens that the cache has room for. This field is static.
@@ -78,7 +79,7 @@ class Cache(tuple):
 
     STATIC: ClassVar[int] = 1  # `max_length`
 
-    layers: tuple[Mapping[str, jax.Array], ...]
+    layers: tuple[Any, ...]
     lengths: jax.Array
     max_length: int
 

@@ -151,13 +151,19 @@ class HeadParallel(nnx.Module):
       expert_mesh: the mesh of the shards, static; None (default) on one device.
       cache_axes: name of a cache entry -> the axis along which it is sharded among the shards; None
         for a replicated entry.
-      states: names of the cache entries that are not stored by position. They change with every
-        token, so that going back to an earlier token needs a copy; see `ops.state_window`.
     """
 
     expert_mesh: ExpertMesh | None = None
     cache_axes: ClassVar[Mapping[str, int | None]]
-    states: Collection[str] = ()
+
+    @property
+    def states(self) -> Collection[str]:
+        """The names of the cache entries that are not stored by position.
+
+        They change with every token, so that going back to an earlier token needs a copy; see
+        `ops.state_window`.
+        """
+        return ()
 
     def mix(self, *args: Any, **named: Any) -> Any:
         """Compute the part of one shard, with the arguments and results of `__call__`."""
@@ -209,11 +215,13 @@ class HeadParallel(nnx.Module):
         """Return the specification of cache entries, which may be None or a `StateWindow`."""
         if entries is None:
             return None
+        assert self.expert_mesh is not None
         own, of_rows = self._cache_specs(rows), self.expert_mesh.spec(rows)
         if not isinstance(entries, StateWindow):
             return own
+        window: Any = StateWindow  # of specifications in place of arrays
         states = {name: widen_spec(own[name]) for name in entries.states}
-        return StateWindow(states, {name: own[name] for name in entries.others}, of_rows)
+        return window(states, {name: own[name] for name in entries.others}, of_rows)
 
     def _cache_specs(self, rows: str | None):
         """Return the specification of each cache entry, whose rows are sharded along `rows`."""

@@ -98,7 +98,6 @@ class GatedDeltaNet(HeadParallel):
     """
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2, "state": 1}
-    states = frozenset(("inputs", "state"))
 
     def __init__(self, sizes: DeltaSizes, make: Builder, path: str):
         """Build the mixer at `path`; `sizes` are those of one shard.
@@ -122,6 +121,11 @@ class GatedDeltaNet(HeadParallel):
         self.A_log = variable("A_log", sizes.value_heads)
         self.dt_bias = variable("dt_bias", sizes.value_heads)
         self.norm = variable("norm", sizes.value_head_dim)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of all cache entries, which change with every token."""
+        return ("inputs", "state")
 
     def empty_cache(self, batch: int, max_length: int):
         """Return zeros for the last inputs of the convolution and for the states of one shard."""

@@ -69,7 +69,6 @@ class KimiDelta(HeadParallel):
     """Linears, a causal convolution, the delta rule, and a norm gated by ``sigmoid``."""
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2, "state": 1}
-    states = frozenset(("inputs", "state"))
 
     def __init__(self, sizes: KimiDeltaSizes, make: Builder, path: str):
         """Make the module with the heads of one shard."""
@@ -98,6 +97,11 @@ class KimiDelta(HeadParallel):
         self.A_log = variable("A_log", sizes.heads, stored=sizes.rate_shape)
         self.dt_bias = variable("dt_bias", n)
         self.norm = variable("norm", d)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of all cache entries, which change with every token."""
+        return ("inputs", "state")
 
     def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: the last inputs of the convolution, and the states."""

@@ -96,7 +96,6 @@ class Mamba2(HeadParallel):
     """
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"conv": 2, "state": 1}
-    states = frozenset(("conv", "state"))
 
     def __init__(self, config: Mamba2Config, make: Builder, path: str):
         """Build the mixer at `path`; the sizes in `config` are those of one shard."""
@@ -117,6 +116,11 @@ class Mamba2(HeadParallel):
         self.dt_bias = variable("dt_bias", config.heads)
         self.D = variable("D", config.heads)
         self.norm = variable("norm", inner)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of all cache entries, which change with every token."""
+        return ("conv", "state")
 
     def empty_cache(self, batch: int, max_length: int):
         """Return zeros for the last inputs of the convolution and for the states of one shard."""

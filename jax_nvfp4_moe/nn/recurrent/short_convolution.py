@@ -44,7 +44,6 @@ class ShortConvolution(HeadParallel):
     """A convolution over a few tokens, with one gate before it and one behind it."""
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2}
-    states = frozenset(("inputs",))
 
     def __init__(self, sizes: ShortConvolutionSizes, make: Builder, path: str):
         """Make the module with the channels of one shard."""
@@ -57,6 +56,11 @@ class ShortConvolution(HeadParallel):
         self.conv_bias = None
         if bias:
             self.conv_bias = make.variable(f"{path}.conv_bias", (n,), dtype=jnp.float32)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of all cache entries, which change with every token."""
+        return ("inputs",)
 
     def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: the last inputs of the convolution."""
