@@ -348,6 +348,13 @@ def pytest_runtest_teardown(item, nextitem):
         jax.clear_caches()
 
 
+@pytest.fixture
+def on_cpu():
+    """Run programs on the CPU where there is a GPU too, for tests of what runs on CPUs alone."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 def pytest_runtest_setup(item):
     if absent := _why_skipped(item):
         marker, why = absent

@@ -21,6 +21,9 @@ from support.kernels.latent_attention_suite import LatentAttentionSuite
 
 from jax_nvfp4_moe.ops import attention
 
+# These kernels run on CPUs alone, and would not be chosen where there is a GPU.
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 NAMES = ("amx", "avx512")
 ISAS = [pytest.param(isa, marks=getattr(pytest.mark, f"isa_{isa}")) for isa in NAMES]
 isas = pytest.mark.parametrize("isa", ISAS)

@@ -15,6 +15,9 @@ from jax_nvfp4_moe.backends.chains.calls import Call, Value
 from jax_nvfp4_moe.ops.dense import DENSE_CPU
 from jax_nvfp4_moe.ops.records import RECORDS
 
+# Chains of GPUs have tests of their own; these have the calls of CPUs.
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 CUDA = nvfp4.Target("cuda", (9, 0))
 KEY = jax.random.key(0)
 

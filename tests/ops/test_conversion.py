@@ -11,6 +11,9 @@ from flax import nnx
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.ops.conversion import forget_reports
 
+# The messages name the kernels that a CPU lacks.
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 SIZES = {"num_experts": 4, "hidden": 64, "intermediate": 64}
 CPU, HOPPER = nvfp4.Target("cpu"), nvfp4.Target("cuda", (9, 0))
 

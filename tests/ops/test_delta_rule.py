@@ -35,11 +35,8 @@ run_plain = jax.jit(
 )
 
 
-@pytest.fixture(autouse=True)
-def on_cpu():
-    """Run these programs on the CPU where there is a GPU too: chunks and sums differ there."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+# Chunks and sums differ on a GPU.
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 CASES = (

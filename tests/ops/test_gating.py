@@ -68,6 +68,7 @@ def test_sum_behind_a_linear_gate(size):
             assert_as_accurate_as(wrong, plain, truth)
 
 
+@pytest.mark.usefixtures("on_cpu")  # a GPU rounds in another order
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", LINEAR_SIZES)
 def test_a_linear_gate_has_the_bits_of_a_layer_without_a_kernel(size, dtype):

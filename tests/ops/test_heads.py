@@ -31,6 +31,9 @@ from support.kernels.head_suite import (
 from jax_nvfp4_moe import Problem, Target, explain, ops
 from jax_nvfp4_moe.numerics.rope import Rope
 
+# These kernels run on CPUs alone, and would not be chosen where there is a GPU.
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 GPU = Target("cuda", (9, 0))
 FP8_CACHE = np.zeros((1, 2, 8, 4), jnp.float8_e4m3fn)
 FP8_BOTH = {"keys": FP8_CACHE, "values": FP8_CACHE}

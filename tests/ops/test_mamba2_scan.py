@@ -31,11 +31,8 @@ def operands():
 run_plain = jax.jit(functools.partial(ops.mamba2_scan, target=Target("cpu")))
 
 
-@pytest.fixture(autouse=True)
-def on_cpu():
-    """Run these programs on the CPU where there is a GPU too: chunks and sums differ there."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+# Chunks and sums differ on a GPU.
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 class TestMamba2Scan(Mamba2ScanSuite):
