@@ -3,6 +3,7 @@
     python benchmarks/decode.py [--model qwen3-30b-a3b ...] [--format nvfp4 bfloat16 ...]
         [--cells 1x128 1x32768 16x128 64x1024] [--new 64] [--layers N] [--backend NAME]
         [--fp8-cache] [--llama FOLDER] [--transformers] [--output FILE]
+        [--draft mtp|guess] [--draft-tokens 1 2 3 5 7]
 
 A cell is BATCHxPROMPT. `--format` is that of the linear layers beside the experts; `whole_model.py`
 has the models. With `--fp8-cache`, caches are in FP8 instead of bfloat16. Prompts are run once.
@@ -19,6 +20,11 @@ twice. It also has the number of copies to the host, each of which is a wait. No
 after the first round; otherwise the exit status is 1. XLA_FLAGS take effect and are recorded. A row
 has a digest of its new tokens, which says whether two runs had equal results. For such runs add
 ``--xla_gpu_autotune_level=0`` to XLA_FLAGS: otherwise XLA chooses its own products by their time.
+
+With `--draft`, steps with drafts are timed in the same cells: "mtp" drafts with random drafting
+layers, and "guess" with tokens that take no time, so that a step is that of verifying alone. The
+drafts of random weights are hardly ever right. So the second table has the time of a step, and the
+tokens a second that it gives at published acceptances (`STATED`), which were not measured here.
 
 `--llama` and `--transformers` time the same cells with llama.cpp and with transformers
 (`model_peers.py`). The table then says how many times as fast as each of them a step is. Writes
@@ -47,10 +53,17 @@ from rich.table import Table
 from whole_model import FORMATS, MODELS, build_model, step_floor
 
 from jax_nvfp4_moe.cli.timing import measure_ceilings
-from jax_nvfp4_moe.inference.generation import decode, make_sampling, start_decoding
+from jax_nvfp4_moe.inference import drafting
+from jax_nvfp4_moe.inference.drafting import Drafting
+from jax_nvfp4_moe.inference.generation import decode, start_decoding
+from jax_nvfp4_moe.inference.sampling import make_sampling
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROUNDS = 5
+# Accepted tokens of a step, with the token that each step yields, by the number of drafts:
+# Qwen3.5-397B-NVFP4 with its drafting layers, coding prompts with thinking, in vLLM. Source:
+# `golden_al_distribution` of InferenceX.
+STATED = {1: 1.93, 2: 2.73, 3: 3.39, 5: 4.41, 8: 5.21}
 # JAX reports this event once for each program that it compiles.
 COMPILED = "/jax/core/compile/backend_compile_duration"
 OUR_KERNELS = "nvfp4"  # the C++ namespace of our kernels, in mangled names too
@@ -191,6 +204,79 @@ def measure(whole, built, cell, arguments, ceilings, compilations) -> dict:
     }
 
 
+class Guess:
+    """A drafter for `DRAFTERS` that takes no time: it guesses the same tokens in each step."""
+
+    NEEDS_HIDDEN = False
+
+    def begin(self, ids, lengths, room):
+        del ids, room
+        return lengths
+
+    def record(self, memory, new, emitted, hidden):
+        del new, emitted, hidden
+        return memory
+
+    def propose(self, model, memory, count):
+        del model
+        return jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (len(memory), count)), memory
+
+
+def measure_drafts(whole, model, cell, arguments, plain_us) -> list[dict]:
+    """Return the time of a step for each number of drafts."""
+    batch = cell[0]
+    prompt = np.random.default_rng(batch).integers(0, whole.config["vocab_size"], cell, np.int32)
+    sampling, rows = make_sampling(0.0, None, 1.0, (), None), []
+    for count in arguments.draft_tokens:
+        how = Drafting(arguments.draft, count, automatic=False)
+        given = model, prompt, None, arguments.new, sampling, None, how
+        times = []
+        for _ in range(ROUNDS + 2):
+            flat, state = jax.block_until_ready(start_decoding(*given))
+            begin = time.perf_counter()
+            state = jax.block_until_ready(decode(flat, sampling, state, np.int32(arguments.new)))
+            seconds = time.perf_counter() - begin
+            times.append(seconds / (int(state.steps.max()) - 1) * 1e6)
+        step_us = float(np.median(times[2:]))  # the first two compile and make graphs
+        rows.append(
+            {
+                "draft": arguments.draft,
+                "drafts": count,
+                "step_us": step_us,
+                "low": min(times[2:]),
+                "high": max(times[2:]),
+                "over_plain_step": step_us / plain_us,
+                "accepted": float(state.accepted.sum() / state.steps.sum()),
+                "stated_tokens_a_step": STATED.get(count),
+                "tokens_per_s_as_stated": (
+                    batch * STATED[count] / step_us * 1e6 if count in STATED else None
+                ),
+            }
+        )
+    return rows
+
+
+def make_draft_table(result, title):
+    table = Table(title=title)
+    headings = ("model", "batch", "prompt", "drafts", "us a step", "over a plain step")
+    for heading in (*headings, "tokens/s plain", "tokens/s at the stated acceptance"):
+        table.add_column(heading, justify="right")
+    for row in result["rows"]:
+        for each in row["drafts"]:
+            stated = each["tokens_per_s_as_stated"]
+            table.add_row(
+                row["model"],
+                f"{row['batch']}",
+                f"{row['prompt']}",
+                f"{each['drafts']}",
+                f"{each['step_us']:.0f}",
+                f"{each['over_plain_step']:.2f}",
+                f"{row['tokens_per_s']:.0f}",
+                "-" if stated is None else f"{stated:.0f} ({each['stated_tokens_a_step']})",
+            )
+    return table
+
+
 def make_table(result, title):
     peers, rows = result["peers"], result["rows"]
     table = Table(title=title, caption=model_peers.caption(peers))
@@ -233,6 +319,8 @@ def parse_arguments():
     cells = [(1, 128), (1, 32768), (16, 128), (64, 1024)]
     parser.add_argument("--cells", type=read_cell, nargs="+", default=cells, metavar="BATCHxPROMPT")
     parser.add_argument("--new", type=int, default=64, help="new tokens, at least 2")
+    parser.add_argument("--draft", choices=("mtp", "guess"), help="default: no drafts")
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[1, 2, 3, 5, 7])
     parser.add_argument("--output", type=pathlib.Path, help="default: results/decode.DEVICE.json")
     return parser.parse_args()
 
@@ -268,11 +356,13 @@ def each_model(arguments):
         for linear_format in arguments.format:
             whole = MODELS[name].cut(arguments.layers)
             options = {"backend": arguments.backend, "fp8_cache": arguments.fp8_cache}
+            options["drafts"] = getattr(arguments, "draft", None) == "mtp"
             yield whole, linear_format, build_model(whole, linear_format, **options)
 
 
 def main():
     arguments, compilations = parse_arguments(), Compilations()
+    drafting.DRAFTERS = {**drafting.DRAFTERS, "guess": Guess()}
     peers = model_peers.time_peers(arguments, arguments.cells, arguments.new)
     result = start_result(arguments, peers)
     name = result["device"]
@@ -287,11 +377,17 @@ def main():
             times = model_peers.times_as_fast(
                 peers, whole.name, *cell, row["step_us"] / 1e6, "step_s"
             )
-            result["rows"].append(head | row | {"times": times})
+            drafts = []
+            if arguments.draft:
+                drafts = measure_drafts(whole, built.model, cell, arguments, row["step_us"])
+            result["rows"].append(head | row | {"times": times, "drafts": drafts})
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         del built  # its memory, before the next model is made
     table = make_table(result, f"decoding on {name}, {arguments.new} new tokens")
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    if arguments.draft:
+        console.print(make_draft_table(result, f"steps with drafts ({arguments.draft}) on {name}"))
     sys.exit(1 if any(row["compilations"] for row in result["rows"]) else 0)
 
 

@@ -19,6 +19,7 @@ from moe_cases import CASES, Case, Ceilings, floor_us
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint import LinearWeights, Source
 from jax_nvfp4_moe.checkpoint.values import CacheScales
+from jax_nvfp4_moe.models.drafting_layers import build_drafter
 from jax_nvfp4_moe.models.loading import find_architecture
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.building.filling import fill
@@ -232,7 +233,10 @@ class RandomWeights:
 
     Attributes:
       linear_weights: number of weights of all linear layers beside the experts and the head.
+      absent: None, or how names of weights begin that do not exist.
     """
+
+    absent: str | None = None
 
     def __init__(self, case: Case, linear_format: str, dtype=jnp.bfloat16, fp8_cache: bool = False):
         """Store the sizes of the experts, the format of the other linear layers, and of the cache.
@@ -245,8 +249,11 @@ class RandomWeights:
         self.linear_weights = 0
 
     def has_under(self, prefix):
-        """Return True: every weight exists."""
-        return True
+        """Return whether a weight exists: all do but those of drafting layers behind the first."""
+        return self.absent is None or not prefix.startswith(self.absent)
+
+    def claim(self, prefix):
+        """Do nothing: all drafting layers are made."""
 
     def array(self, name, shape, *, dtype=None, stored=None, keeps_bfloat16=False):
         shape, dtype = tuple(shape), jnp.dtype(dtype or self._dtype)
@@ -357,9 +364,17 @@ class Built:
 
 
 def build_model(
-    whole: WholeModel, linear_format: str, backend: str | None = None, fp8_cache: bool = False
+    whole: WholeModel,
+    linear_format: str,
+    backend: str | None = None,
+    fp8_cache: bool = False,
+    drafts: bool = False,
 ) -> Built:
-    """Make the model, one layer after the other."""
+    """Make the model, one layer after the other; `drafts` adds its drafting layers.
+
+    Drafting layers have linear layers of the same format, and experts in NVFP4. Published files
+    often store both in bfloat16.
+    """
     row = find_architecture(whole.config)
     config = row.read_config(whole.config)
     # Without FP4 tensor cores, keys and values are rounded to FP8 only if the scheme says so.
@@ -367,7 +382,16 @@ def build_model(
     settings = Settings(nvfp4.Target.current(), scheme=scheme, backend=backend)
     weights = RandomWeights(whole.case, linear_format, fp8_cache=fp8_cache)
     make = Builder(weights, row.keys, settings)
-    model = nnx.eval_shape(lambda: row.build_model(config, make))
+    if drafts:
+        last = row.drafting.indices(config)[1]
+        weights.absent = row.drafting.names["further.*"].replace("*", f"{last + 1}.")
+
+    def build():
+        model = row.build_model(config, make)
+        model.drafter = build_drafter(row, config, make) if drafts else None
+        return model
+
+    model = nnx.eval_shape(build)
     read = _count_bytes(nnx.state(model)) - _count_bytes(model.embedding.get_value())
     read -= sum(_count_bytes(module.params) for module in _expert_modules(model))
     fill(model, "", make.parts, weights, settings)

@@ -16,6 +16,7 @@ html_title = f"{project} {release}"
 html_show_copyright = False
 html_show_sourcelink = False
 
+myst_heading_anchors = 2  # links may name a section of another page
 default_role = "py:obj"  # a name in single backticks is a link, if the reference has that name
 autoclass_content = "both"  # the docstring of a class, and then that of its __init__
 autodoc_default_options = {"members": True, "special-members": "__call__"}

@@ -415,6 +415,12 @@ def test_scripts_that_start_others_run(script, arguments, tmp_path):
             "--transformers --peer-python false",  # a peer that fails must not end the run
             1,
         ),
+        (
+            "decode.py",
+            "--model tiny --format nvfp4 --cells 1x8 --new 8 --small-ceilings --draft mtp "
+            "--draft-tokens 3",
+            1,
+        ),
         pytest.param(
             "cpu_attention.py", "--calls 1,8,16 2,1,20", 2, marks=pytest.mark.slow
         ),  # it compiles a program that measures the peak
