@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
+from jax_nvfp4_moe.ops.chosen_keys import multiply
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
 from jax_nvfp4_moe.ops.experts.meaning import combine_experts
 from jax_nvfp4_moe.ops.gradient import (
@@ -20,6 +23,10 @@ from jax_nvfp4_moe.ops.gradient import (
 )
 from jax_nvfp4_moe.ops.moe import check_call
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
+
+# Up to so many slots, that is tokens times experts of each, the chosen experts are gathered, so
+# many at a time. A gathered expert is written and read once more, in memory of its own.
+_FEW_SLOTS, _AT_ONCE = 64, 8
 
 
 def dense_moe(
@@ -40,7 +47,9 @@ def dense_moe(
     This is the function of `ops.moe_mlp` for matrices in a float dtype or in FP8. It uses plain XLA
     and is slow. Mixed checkpoints keep a layer or two in BF16 or FP8, and this op lets them run.
     Only one expert is converted at a time, and its tokens go through in chunks, so memory stays
-    bounded. Gradients flow to `x`, `expert_weights` and biases; the matrices are frozen.
+    bounded. If few tokens choose fewer experts than there are, the chosen experts are gathered,
+    eight at a time, and the others are not read. Gradients flow to `x`, `expert_weights` and
+    biases; the matrices are frozen.
 
     Args:
       x: tokens ``[t, h]``, bfloat16, float16 or float32.
@@ -62,6 +71,8 @@ def dense_moe(
     run_rows = _RunRows(call, activations, experts.multiply_by_reciprocal, x.dtype)
 
     def forward(x, experts, expert_ids, expert_weights):
+        if expert_ids.size <= min(_FEW_SLOTS, experts.num_experts - 1) and not run_rows.rounds:
+            return _run_slots(call, x, experts, expert_ids, expert_weights, weight_on_input)
         biases = {name: getattr(experts, name) for name in BIASES}
 
         def run_expert(expert, rows):
@@ -98,6 +109,11 @@ class _RunRows:
     multiply_by_reciprocal: bool
     dtype: jnp.dtype
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the inputs of GEMMs are rounded."""
+        return self.activations is not FP8ActivationScaling.WEIGHTS
+
     def __call__(self, one, biases, rows):
         """Return float32 ``[m, h]`` for rows ``[m, h]``."""
         first = one.gate_up, one.gate_up_input_scale, biases["gate_up_bias"]
@@ -116,3 +132,38 @@ class _RunRows:
         else:
             y = dense(rows, weight.astype(self.dtype))
         return y if bias is None else y + bias[None]
+
+
+def _run_slots(call, x, experts, expert_ids, expert_weights, weight_on_input):
+    """Return the result of the layer, with the experts of each slot gathered."""
+    (t, h), top_k = x.shape, expert_ids.shape[1]
+    if t * top_k == 0:
+        return jnp.zeros((t, h), x.dtype)
+    x, experts = jax.tree.map(jnp.asarray, (x, experts))
+    ids, weights = expert_ids.reshape(-1), expert_weights.reshape(-1)
+    known = (ids >= 0) & (ids < experts.num_experts)
+    rows = jnp.repeat(x, top_k, axis=0)
+    if weight_on_input:
+        rows = (rows.astype(jnp.float32) * weights[:, None]).astype(x.dtype)
+        weights = jnp.ones_like(weights)
+
+    def run(group):
+        own, rows = group
+        chosen = take_expert(experts, own)
+        inner = activate(call, _multiply_each(rows, chosen.gate_up, chosen.gate_up_bias))
+        return _multiply_each(inner.astype(x.dtype), chosen.down, chosen.down_bias)
+
+    at_once = min(len(ids), _AT_ONCE)
+    behind = -len(ids) % at_once
+    own = jnp.pad(jnp.where(known, ids, 0), (0, behind)).reshape(-1, at_once)
+    y = lax.map(run, (own, jnp.pad(rows, [(0, behind), (0, 0)]).reshape(-1, at_once, h)))
+    y = y.reshape(-1, h)[: len(ids)] * weights[:, None]
+    return jnp.where(known[:, None], y, 0).reshape(t, top_k, h).sum(axis=1).astype(x.dtype)
+
+
+def _multiply_each(rows, weights, bias):
+    """Return the product ``[g, n]`` of each row of ``[g, k]`` with a matrix of its own."""
+    if isinstance(weights, FP8Tensor):
+        weights = weights.dequantize(rows.dtype)
+    y = multiply(rows[:, None], weights.astype(rows.dtype), contracted=(2, 2))[:, 0]
+    return y if bias is None else y + bias
