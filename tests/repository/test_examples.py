@@ -1,4 +1,6 @@
-"""Test that the examples show what they say: the same model in less memory; LoRA that learns."""
+"""Test that the examples show what they say: less memory, LoRA and a drafter that learn."""
+
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,8 @@ from support.devices.host_devices import make_mesh
 from support.files.given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe import load_model, load_tokenizer, quantize_experts
-from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx
+from jax_nvfp4_moe.checkpoint.export import write_safetensors
+from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx, train_drafter
 from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
@@ -118,3 +121,33 @@ def test_lora_says_that_heads_are_sharded():
     model = load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", mesh=make_mesh((1, 2)))
     with pytest.raises(ValueError, match=r'along the mesh axis "tensor"; got layers.0 Attention'):
         lora.add_lora(model, rank=2, rngs=nnx.Rngs(0))
+
+
+def test_the_trained_drafter_is_the_loaded_one(tmp_path):
+    """A few steps learn something, and the file is read as what was trained."""
+    folder = tmp_path / "folder"
+    shutil.copytree(EXAMPLE, folder)
+    rng = np.random.default_rng(0)
+    model = load_model(EXAMPLE, dtype=jnp.float32)
+    ids = rng.integers(40, size=(4, 24), dtype=np.int32)
+    with jax.numpy_dtype_promotion("standard"):  # for optax
+        weights = train_drafter.train(model, ids, steps=4, batch=2)
+    write_safetensors(folder / "mtp.safetensors", weights)
+    drafting = load_model(folder, dtype=jnp.float32, draft="mtp")
+
+    @jax.jit
+    def run(model, ids):
+        _, hidden = model(ids, with_hidden=True)
+        cache = model.init_draft_cache(*ids.shape)
+        return hidden, model.draft(hidden[:, :-1], ids[:, 1:], cache)[1]
+
+    hidden, found = run(drafting, ids)
+    table = drafting.embedding.get_value()
+
+    def vectors(tensors):
+        stacked = jax.tree.map(jnp.asarray, train_drafter.stack_experts(tensors))
+        return train_drafter.draft(model.config, stacked, table[ids[:, 1:]], hidden[:, :-1])
+
+    np.testing.assert_allclose(found, vectors(weights), atol=2e-5)
+    untrained = train_drafter.init(model.config)
+    assert np.abs(found - vectors(untrained)).max() > 0.01
