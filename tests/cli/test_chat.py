@@ -145,6 +145,7 @@ def test_a_new_conversation_begins_as_the_first_one(tokenizer, tmp_path, monkeyp
     monkeypatch.setattr(chat, "Conversation", Recorded)
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     command = ["chat", str(tmp_path / "model"), "--system", "be brief", "--max-new-tokens", "9"]
+    command += ["--draft", "lookup", "--draft-tokens", "2"]
     sampling = {"temperature": 0.7, "top_k": 3, "top_p": 0.3}
     for name, value in (sampling | {"seed": 5, "context": 100}).items():
         command += [f"--{name.replace('_', '-')}", str(value)]
@@ -157,7 +158,8 @@ def test_a_new_conversation_begins_as_the_first_one(tokenizer, tmp_path, monkeyp
     assert [asked[0][0], asked[2][0]] == [first] * 2
     assert asked[1][0][: len(first) + 2] == [*first, 7, 8]
     assert options.pop("key") == jax.random.key(5)
-    assert options == sampling | {"max_length": 100, "stop_ids": tokenizer.stop_ids}
+    drafting = {"draft": "lookup", "draft_tokens": 2}
+    assert options == sampling | drafting | {"max_length": 100, "stop_ids": tokenizer.stop_ids}
 
 
 class Terminal:

@@ -91,6 +91,30 @@ def test_a_seed_decides_a_sample(run, small):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("tokens", [2, "auto"])
+def test_drafts_do_not_change_the_text(run, small, tokens):
+    options = (small, "--prompt", "Text", "--max-new-tokens", 12, "--dtype", "float32")
+    _, plain, _ = run("generate", *options)
+    status, text, _ = run("generate", *options, "--draft", "lookup", "--draft-tokens", tokens)
+    assert (status, text) == (0, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--draft", "eagle"), 'draft: expected None or one of "lookup", "mtp"; got \'eagle\''),
+        (("--draft", "mtp"), "the file has no drafting layers; looked for mtp.fc.weight"),
+        (("--draft", "lookup", "--draft-tokens", "0"), "draft_tokens: expected 1 to 16"),
+        (("--draft", "lookup", "--draft-tokens", "²"), "draft_tokens: expected 1 to 16"),
+        (("--draft", "lookup", "--draft-tokens", "9" * 400), "draft_tokens: expected 1 to 16"),
+    ],
+)
+def test_wrong_drafting_is_named(run, small, options, message):
+    status, out, err = run("generate", small, "--prompt", "Text", *options)
+    assert (status, out) == (2, "")
+    assert message in " ".join(err.split())
+
+
 def test_chat_prints_the_answer_alone(run, tmp_path):
     folder = copy_with_config(EXAMPLE, tmp_path / "m")
     (folder / "chat_template.jinja").write_text("# {{ messages[0].content }}\nimport")

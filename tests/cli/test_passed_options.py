@@ -64,8 +64,10 @@ def test_generate(folder, replace):
     sampled = replace(generation, "stream", iter(()))
     prompt = letters.TEXT[:5]
     given = {"prompt": prompt, "max_new_tokens": 9, "seed": 5}
-    run("generate", folder, **given, **SAMPLING, **LOADING)
+    run("generate", folder, **given, **SAMPLING, **LOADING, draft="mtp", draft_tokens=3)
     assert {name: loaded[name] for name in LOADING} == LOADING
+    assert loaded["draft"] == "mtp"
+    assert (sampled["draft"], sampled["draft_tokens"]) == ("mtp", 3)
     assert {name: sampled[name] for name in SAMPLING} == SAMPLING
     assert sampled["max_new_tokens"] == 9
     assert sampled["key"] == jax.random.key(5)
