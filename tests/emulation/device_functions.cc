@@ -111,7 +111,7 @@ ffi::Error CombineAndNorm(cudaStream_t stream, const Call& operands, int64_t num
 
 constexpr Operand kMultiplyOperands[] = {
     {"a", kAnyType, "[32, 4]"},         {"b", kAnyType, "[32, 2]"},
-    {"scale_a", kAnyType, "[32]"},      {"scale_b", kAnyType, "[32]"},
+    {"scale_a", kAnyType, "[32, 1]"},   {"scale_b", kAnyType, "[32, 1]"},
     {"sums", kF32, "[32, 4]", kResult},
 };
 
