@@ -29,8 +29,8 @@ struct WorkspaceFact {
   int64_t (*bytes)(const int64_t* sizes);
 };
 
-// The same for targets whose number of rows may be unknown until a call: the bytes are
-// fixed + of_row * min(rows, most_rows), or fixed + of_row * rows if most_rows is 0.
+// The same for targets whose number of rows may be unknown until a call. The bytes are
+// fixed + of_row * min(rows, most_rows). There is no limit of rows if most_rows is 0.
 struct WorkspaceRows {
   int64_t fixed, of_row, most_rows;
 };

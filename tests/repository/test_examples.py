@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from support.devices.host_devices import make_mesh
 from support.files.given import CHECKPOINTS, EXAMPLE
+from support.models.architecture import relative
 
 from jax_nvfp4_moe import load_model, load_tokenizer, quantize_experts
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
@@ -148,6 +149,6 @@ def test_the_trained_drafter_is_the_loaded_one(tmp_path):
         stacked = jax.tree.map(jnp.asarray, train_drafter.stack_experts(tensors))
         return train_drafter.draft(model.config, stacked, table[ids[:, 1:]], hidden[:, :-1])
 
-    np.testing.assert_allclose(found, vectors(weights), atol=2e-5)
-    untrained = train_drafter.init(model.config)
-    assert np.abs(found - vectors(untrained)).max() > 0.01
+    # The bound of draft logits against transformers; a few steps of training are far beyond it.
+    assert relative(found, vectors(weights)) < 1e-5
+    assert relative(found, vectors(train_drafter.init(model.config))) > 1e-3

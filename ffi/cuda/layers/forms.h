@@ -136,8 +136,9 @@ inline LinearForm ChooseLinearForm(int64_t rows, int64_t n, int64_t k, const Lin
   return row ? LinearForm::kRow : LinearForm::kFew;
 }
 
-// The GEMM of sorted rows on 9.0: wgmma (expert_gemm_sm90.cu), mma.sync (expert_gemm_sm80.cu), or
-// mma.sync for experts with few rows (expert_gemm_few_rows_sm90.cu).
+// The GEMM of sorted rows on 9.0. kWgmma is in expert_gemm_sm90.cu. The others use mma.sync: kMma
+// is in expert_gemm_sm80.cu, and kFewRows, for experts with few rows, in
+// expert_gemm_few_rows_sm90.cu.
 enum class Sm90Form { kWgmma, kMma, kFewRows };
 
 // If many experts have few rows each, most of the time goes to unpacking weights, and mma.sync lets

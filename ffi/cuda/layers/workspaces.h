@@ -18,8 +18,8 @@
 
 namespace nvfp4 {
 
-// The slots of a chunk of an expert layer: as many as sort_by_expert.cu can sort, and half as many
-// for the plain kernels, which have 4 h bytes for each.
+// The slots of a chunk of an expert layer. There are as many as sort_by_expert.cu can sort. The
+// plain kernels, which have 4 h bytes for each, take half as many.
 constexpr int64_t kChunkSlots = 65536, kPlainChunkSlots = 32768;
 static_assert(kMaxTopK <= kPlainChunkSlots, "a chunk holds at least one token");
 
