@@ -165,6 +165,18 @@ def test_a_chain_updates_its_operands_in_place():
     assert len(set(pairs)) == 2
 
 
+def test_a_chain_updates_reshaped_operands_in_place():
+    def step(qkv, positions, keys, values):
+        q, keys, values = heads(qkv, positions, keys[:, 0], values[:, 0])
+        return attend(q, keys, values, positions), keys[:, None], values[:, None]
+
+    caches = (jax.ShapeDtypeStruct((1, *CACHE.shape), CACHE.dtype),) * 2
+    text = jax.jit(ops.chain_calls(step)).lower(*HEADS, *caches).as_text()
+    assert len(re.findall(r"custom_call @nvfp4", text)) == 1
+    pairs = re.findall(r"output_tuple_indices = \[(\d)\],\s*operand_index = (\d)", text)
+    assert len(set(pairs)) == 2
+
+
 def test_values_inside_of_a_chain_are_not_updated_in_place():
     """A second write to the same cache begins another chain."""
 

@@ -84,10 +84,16 @@ def emit_chain(ffi_target: str, calls: Sequence[Call], wanted: Sequence[Value]) 
         vmap_method="sequential",
     )
     attributes = _attributes(calls, places, _flags(len(calls), forks, fused))
-    given = vary_together([value.array for value in operands])
+    given = vary_together([_in_shape_of(value, aliases.get(i)) for i, value in enumerate(operands)])
     arrays = vary_like(emit(*given, **attributes), given)
     for value, array in zip(results, arrays[:-1], strict=True):
         value.array = array
+
+
+def _in_shape_of(operand, result):
+    """Return the array of an operand, in the shape of the result that takes its memory, if any."""
+    array = operand.array
+    return array if result is None else jax.lax.reshape(array, result.shape)
 
 
 def _place_scratch(calls, kept, forks=(), fused=()):
