@@ -75,6 +75,10 @@ class Drafting:
         """The functions that make drafts, and `NEEDS_HIDDEN`."""
         return DRAFTERS[self.draft]
 
+    def propose(self, model: Any, memory: Any) -> tuple[Int32[Array, "b n"], Any]:
+        """Return the drafts of a step, and the memory after it."""
+        return self.drafter.propose(model, memory, self.tokens)
+
 
 def _check_name(draft) -> None:
     """Check that `draft` is None or the name of a drafter."""
@@ -208,7 +212,7 @@ def begin(model: Any, state: Any, memory: Any, most: jax.Array, drafting: Drafti
 
 
 def decode_with_drafts(
-    model: Any, sampling: Sampling, state: DraftState, limit: Any, read: Any
+    model: Any, sampling: Sampling, state: DraftState, limit: Any, read: Any, propose: Any
 ) -> DraftState:
     """Draw tokens until each row has at least `limit` of them, or has ended.
 
@@ -218,6 +222,7 @@ def decode_with_drafts(
       state: the state so far.
       limit: number of new tokens.
       read: calls the model: ``read(model, ids, cache)``, with `Drafting.read_options`.
+      propose: calls `Drafting.propose`.
     """
 
     def more(state):
@@ -225,7 +230,7 @@ def decode_with_drafts(
 
     def with_drafts(state, drafts):
         if drafts is None:
-            state, drafts = _propose(model, state)
+            state, drafts = _propose(model, state, propose)
         return _step(model, sampling, read, state, drafts)
 
     def without(state, drafts):
@@ -235,7 +240,7 @@ def decode_with_drafts(
     def step(state):
         pays, drafts = _pays(state), None
         if not state.drafting.drafter.NEEDS_HIDDEN:  # drafts take no time
-            state, drafts = _propose(model, state)
+            state, drafts = _propose(model, state, propose)
             pays &= (drafts != prompt_lookup.NOTHING).any()
         elif not state.drafting.automatic:
             return with_drafts(state, None)
@@ -244,10 +249,9 @@ def decode_with_drafts(
     return lax.while_loop(more, step, state)
 
 
-def _propose(model, state):
+def _propose(model, state, propose):
     """Return the state with the new memory, and the drafts of each row ``[b, n]``."""
-    drafting = state.drafting
-    drafts, memory = drafting.drafter.propose(model, state.memory, drafting.tokens)
+    drafts, memory = propose(model, state.memory)
     drafts = jnp.where(state.ended[:, None], prompt_lookup.NOTHING, drafts)
     return dataclasses.replace(state, memory=memory), drafts
 

@@ -444,8 +444,10 @@ def _decode(model, sampling, state, limit):
     model = restore_model(model)
     if isinstance(state, DraftState):
         read = functools.partial(_read, **state.drafting.read_options)
-        read = chain_calls(read) if _runs_alone_on_a_gpu(model) else read
-        return decode_with_drafts(model, sampling, state, limit, read)
+        propose = state.drafting.propose
+        if _runs_alone_on_a_gpu(model):
+            read, propose = chain_calls(read), chain_calls(propose)
+        return decode_with_drafts(model, sampling, state, limit, read, propose)
 
     def more(state):
         return (state.count < limit) & ~state.stopped.all()
