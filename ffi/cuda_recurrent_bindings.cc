@@ -28,14 +28,18 @@ bool StateIsUnchanged(const Call& operands, std::initializer_list<std::string_vi
          AreUnchanged(operands, {"inputs", "state"}) && AreUnchanged(operands, others);
 }
 
-// Checks what all steps have. A row of `projected` has `numbers` numbers.
+// Checks what all steps have. A token of `projected` has `numbers` numbers.
 ffi::Error CheckStep(const Call& operands, int64_t numbers) {
   const int64_t b = operands.size("b"), taps = operands.size("taps");
+  const int64_t t = operands.size("t"), w = operands.size("w");
   NVFP4_RETURN_IF_ERROR(Expect({AtLeast("taps (conv_weight)", taps, 1)}));
   NVFP4_RETURN_IF_ERROR(
-      ExpectDims("projected [b, 1, n]", operands["projected"].dimensions(), {b, 1, numbers}));
-  return Expect({AtMost("taps (conv_weight)", taps, kMaxRows),
-                 AtMost("b n (projected)", b * numbers, kMaxRows)});
+      ExpectDims("projected [b, t, n]", operands["projected"].dimensions(), {b, t, numbers}));
+  const bool many = operands.in_or_null<int32_t>("kept") != nullptr;
+  return Expect({AtLeast("t (projected)", t, 1), AtMost("t (projected), the tokens of a row", t, w),
+                 AtMost("w (state), the states of a row", w, many ? kMaxStates : 1),
+                 AtMost("taps (conv_weight)", taps, kMaxRows),
+                 AtMost("b t n (projected)", b * t * numbers, kMaxRows)});
 }
 
 ffi::Error PutStateInPlace(cudaStream_t stream, const Call& operands) {
@@ -47,6 +51,8 @@ ffi::Error PutStateInPlace(cudaStream_t stream, const Call& operands) {
 DeltaStepCall StartDeltaStep(const Call& operands, int32_t key_heads, int32_t shared, float eps) {
   DeltaStepCall call = {};
   call.b = operands.size("b");
+  call.t = operands.size32("t");
+  call.w = operands.size32("w");
   call.key_heads = key_heads;
   call.shared = shared;
   call.d = operands.size32("d");
@@ -56,7 +62,7 @@ DeltaStepCall StartDeltaStep(const Call& operands, int32_t key_heads, int32_t sh
   call.scale = 1.0f / std::sqrt(static_cast<float>(call.d));
   call.eps = eps;
   call.state_is_unchanged =
-      StateIsUnchanged(operands, {"positions", "conv_weight", "A_log", "dt_bias", "norm"});
+      StateIsUnchanged(operands, {"positions", "kept", "conv_weight", "A_log", "dt_bias", "norm"});
   return call;
 }
 
@@ -64,6 +70,7 @@ DeltaStepBuffers DeltaBuffersOf(const Call& operands) {
   DeltaStepBuffers buffers = {};
   buffers.projected = operands.in<void>("projected");
   buffers.positions = operands.in<int32_t>("positions");
+  buffers.kept = operands.in_or_null<int32_t>("kept");
   buffers.conv_weight = operands.in("conv_weight");
   buffers.A_log = operands.in("A_log");
   buffers.dt_bias = operands.in("dt_bias");
@@ -76,19 +83,20 @@ DeltaStepBuffers DeltaBuffersOf(const Call& operands) {
 }
 
 constexpr Operand kDeltaStepOperands[] = {
-    {"projected", kActivation, "[b, 1, n]"},
-    {"positions", kS32, "[b, 1]"},
+    {"projected", kActivation, "[b, t, n]"},
+    {"positions", kS32, "[b, t]"},
     {"c", kAnyType, "2 m d + m r e", kLetter},
     {"conv_weight", kF32, "[c, taps]"},
     {"A_log", kF32, "[m r]"},
     {"dt_bias", kF32, "[m r]"},
     {"norm", kF32, "[e]"},
-    {"rates", Like("projected"), "[b, 1, 2 m r] or [0]"},
-    {"inputs", Like("projected"), "[b, taps - 1, c]"},
-    {"state", kF32, "[b, m, r, d, e]", kGivesSizes},
-    {"y", Like("projected"), "[b, 1, m r e]", kResult},
-    {"new_inputs", Like("projected"), "[b, taps - 1, c]", kResult},
-    {"new_state", kF32, "[b, m, r, d, e]", kResult},
+    {"rates", Like("projected"), "[b, t, 2 m r] or [0]"},
+    {"kept", kS32, "[b] or [0]"},
+    {"inputs", Like("projected"), "[b, w, taps - 1, c]"},
+    {"state", kF32, "[b, w, m, r, d, e]", kGivesSizes},
+    {"y", Like("projected"), "[b, t, m r e]", kResult},
+    {"new_inputs", Like("projected"), "[b, w, taps - 1, c]", kResult},
+    {"new_state", kF32, "[b, w, m, r, d, e]", kResult},
 };
 
 ffi::Error DeltaStep(cudaStream_t stream, const Call& operands, bool interleaved, float eps) {
@@ -109,21 +117,22 @@ ffi::Error DeltaStep(cudaStream_t stream, const Call& operands, bool interleaved
 }
 
 constexpr Operand kKimiStepOperands[] = {
-    {"projected", kActivation, "[b, 1, columns]"},
-    {"positions", kS32, "[b, 1]"},
+    {"projected", kActivation, "[b, t, columns]"},
+    {"positions", kS32, "[b, t]"},
     {"c", kAnyType, "2 n d + n e", kLetter},
     {"conv_weight", kF32, "[c, taps]"},
     {"A_log", kF32, "[n]"},
     {"dt_bias", kF32, "[n d]"},
     {"norm", kF32, "[e]"},
-    {"rates", Like("projected"), "[b, 1, n] or [0]"},
-    {"decays", Like("projected"), "[b, 1, n d]"},
-    {"gates", Like("projected"), "[b, 1, n e]"},
-    {"inputs", Like("projected"), "[b, taps - 1, c]"},
-    {"state", kF32, "[b, n, d, e]", kGivesSizes},
-    {"y", Like("projected"), "[b, 1, n e]", kResult},
-    {"new_inputs", Like("projected"), "[b, taps - 1, c]", kResult},
-    {"new_state", kF32, "[b, n, d, e]", kResult},
+    {"rates", Like("projected"), "[b, t, n] or [0]"},
+    {"decays", Like("projected"), "[b, t, n d]"},
+    {"gates", Like("projected"), "[b, t, n e]"},
+    {"kept", kS32, "[b] or [0]"},
+    {"inputs", Like("projected"), "[b, w, taps - 1, c]"},
+    {"state", kF32, "[b, w, n, d, e]", kGivesSizes},
+    {"y", Like("projected"), "[b, t, n e]", kResult},
+    {"new_inputs", Like("projected"), "[b, w, taps - 1, c]", kResult},
+    {"new_state", kF32, "[b, w, n, d, e]", kResult},
 };
 
 ffi::Error KimiDeltaStep(cudaStream_t stream, const Call& operands, float lower_bound, float eps) {
@@ -262,19 +271,20 @@ ffi::Error CausalConvolution(cudaStream_t stream, const Call& operands,
 }
 
 constexpr Operand kMamba2StepOperands[] = {
-    {"projected", kActivation, "[b, 1, columns]"},  // z, x, B, C, dt
-    {"positions", kS32, "[b, 1]"},
+    {"projected", kActivation, "[b, t, columns]"},  // z, x, B, C, dt
+    {"positions", kS32, "[b, t]"},
     {"conv_weight", kF32, "[c, taps]"},
     {"conv_bias", kF32, "[c] or [0]"},
     {"A_log", kF32, "[h]"},
     {"dt_bias", kF32, "[h]"},
     {"D", kF32, "[h]"},
     {"norm", kF32, "[h p]"},
-    {"inputs", Like("projected"), "[b, taps - 1, c]"},
-    {"state", kF32, "[b, h, p, n]", kGivesSizes},
-    {"y", Like("projected"), "[b, 1, h p]", kResult},
-    {"new_inputs", Like("projected"), "[b, taps - 1, c]", kResult},
-    {"new_state", kF32, "[b, h, p, n]", kResult},
+    {"kept", kS32, "[b] or [0]"},
+    {"inputs", Like("projected"), "[b, w, taps - 1, c]"},
+    {"state", kF32, "[b, w, h, p, n]", kGivesSizes},
+    {"y", Like("projected"), "[b, t, h p]", kResult},
+    {"new_inputs", Like("projected"), "[b, w, taps - 1, c]", kResult},
+    {"new_state", kF32, "[b, w, h, p, n]", kResult},
     {"workspace", kU8, "[bytes]", kResult},
 };
 
@@ -297,23 +307,27 @@ ffi::Error Mamba2Step(cudaStream_t stream, const Call& operands, std::string_vie
                                    {channels, operands.size("taps")}));
   NVFP4_RETURN_IF_ERROR(operands.Check());
   NVFP4_RETURN_IF_ERROR(CheckStep(operands, inner + channels + heads));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectWorkspace(operands, operands.size("b") * Mamba2StepRowBytes(heads, p)));
-  const Mamba2StepCall call = {operands.size("b"),
-                               static_cast<int32_t>(heads),
-                               static_cast<int32_t>(groups),
-                               static_cast<int32_t>(p),
-                               static_cast<int32_t>(n),
-                               operands.size32("taps"),
-                               operands.type("projected"),
-                               {record->kind, false, false, alpha, 0.0f, limit, limit},
-                               smallest_step,
-                               largest_step,
-                               eps,
-                               StateIsUnchanged(operands, {"positions", "conv_weight", "conv_bias",
-                                                           "A_log", "dt_bias", "D", "norm"})};
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(
+      operands, operands.size("b") * operands.size("t") * Mamba2StepRowBytes(heads, p)));
+  const Mamba2StepCall call = {
+      operands.size("b"),
+      operands.size32("t"),
+      operands.size32("w"),
+      static_cast<int32_t>(heads),
+      static_cast<int32_t>(groups),
+      static_cast<int32_t>(p),
+      static_cast<int32_t>(n),
+      operands.size32("taps"),
+      operands.type("projected"),
+      {record->kind, false, false, alpha, 0.0f, limit, limit},
+      smallest_step,
+      largest_step,
+      eps,
+      StateIsUnchanged(operands, {"positions", "kept", "conv_weight", "conv_bias", "A_log",
+                                  "dt_bias", "D", "norm"})};
   const Mamba2StepBuffers buffers = {operands.in<void>("projected"),
                                      operands.in<int32_t>("positions"),
+                                     operands.in_or_null<int32_t>("kept"),
                                      operands.in("conv_weight"),
                                      operands.in_or_null("conv_bias"),
                                      operands.in("A_log"),

@@ -464,10 +464,15 @@ struct HeadProductBuffers {
 cudaError_t LaunchHeadProduct(cudaStream_t stream, const HeadProductCall& call,
                               const HeadProductBuffers& buffers);
 
-// One token of each of b rows through a gated delta net or through Kimi delta attention, without
-// the projections. The state of a value head is a matrix [d, e].
+// Tokens of each of b rows through a gated delta net or through Kimi delta attention, without the
+// projections. The state of a value head is a matrix [d, e].
+//
+// A row has one token and one state, or, with `kept`, t tokens and the states after each of its
+// last w >= t tokens. It goes on from the one that `kept` names, and the states after its new
+// tokens take the first t places.
 struct DeltaStepCall {
   int64_t b;
+  int32_t t, w;       // 1 without `kept`
   int32_t key_heads;  // m
   int32_t shared;     // value heads of a key head, r; 1 with `channel_decays`
   int32_t d, e;       // the width of a key, and of a value; e is a multiple of 4
@@ -485,20 +490,21 @@ struct DeltaStepCall {
 };
 
 struct DeltaStepBuffers {
-  // [b, 2 m d + m r (2 e + 2)], or 2 m d + 2 m r e with `rates`. Kimi delta attention has neither z
-  // nor steps in it: [b, m (2 d + e + 1)], or m (2 d + e) with `rates`.
+  // [b, t, 2 m d + m r (2 e + 2)], or 2 m d + 2 m r e with `rates`. Kimi delta attention has
+  // neither z nor steps in it: [b, t, m (2 d + e + 1)], or m (2 d + e) with `rates`.
   const void* projected;
-  const int32_t* positions;  // [b]; a row at kPaddingPosition or later changes no state
+  const int32_t* positions;  // [b, t]; a token at kPaddingPosition or later changes no state
+  const int32_t* kept;       // [b], or null
   const float* conv_weight;  // [2 m d + m r e, taps]
   const float* A_log;        // [m r]
   const float* dt_bias;      // [m r]; [m d] for decays of channels
   const float* norm;         // [e]
-  const void* rates;         // [b, 2 m r]: rates and steps, or [b, m]; null if in `projected`
-  const void* decays;        // [b, m d]: what the decays of channels come from; null for none
-  const void* gates;         // [b, m e]: likewise, the gates
-  void* inputs;              // [b, taps - 1, 2 m d + m r e]; in place
-  float* state;              // [b, m, r, d, e]; in place
-  void* y;                   // [b, m r e]
+  const void* rates;         // [b, t, 2 m r]: rates and steps, or [b, t, m]; null if in `projected`
+  const void* decays;        // [b, t, m d]: what the decays of channels come from; null for none
+  const void* gates;         // [b, t, m e]: likewise, the gates
+  void* inputs;              // [b, w, taps - 1, 2 m d + m r e]; in place
+  float* state;              // [b, w, m, r, d, e]; in place
+  void* y;                   // [b, t, m r e]
 };
 
 cudaError_t LaunchDeltaStep(cudaStream_t stream, const DeltaStepCall& call,
@@ -565,10 +571,11 @@ struct ConvolutionBuffers {
 cudaError_t LaunchConvolution(cudaStream_t stream, const ConvolutionCall& call,
                               const ConvolutionBuffers& buffers);
 
-// One token of each of b rows through a Mamba-2 mixer, without its two projections. The state of a
-// head is a matrix [p, n].
+// Tokens of each of b rows through a Mamba-2 mixer, without its two projections, as for a delta
+// net. The state of a head is a matrix [p, n].
 struct Mamba2StepCall {
   int64_t b;
+  int32_t t, w;                     // as in DeltaStepCall
   int32_t heads, groups;            // groups divides heads
   int32_t p, n;                     // n is a multiple of 4
   int32_t taps;                     // of the convolution
@@ -580,18 +587,19 @@ struct Mamba2StepCall {
 };
 
 struct Mamba2StepBuffers {
-  const void* projected;     // [b, 2 heads p + 2 groups n + heads]: z, then x, B and C, then dt
-  const int32_t* positions;  // [b]; a row at kPaddingPosition or later changes no state
+  const void* projected;     // [b, t, 2 heads p + 2 groups n + heads]: z, x, B and C, dt
+  const int32_t* positions;  // [b, t]; a token at kPaddingPosition or later changes no state
+  const int32_t* kept;       // [b], or null
   const float* conv_weight;  // [heads p + 2 groups n, taps]
   const float* conv_bias;    // [heads p + 2 groups n] or null
   const float* A_log;        // [heads]
   const float* dt_bias;      // [heads]
   const float* D;            // [heads]
   const float* norm;         // [heads p]
-  void* inputs;              // [b, taps - 1, heads p + 2 groups n]; in place
-  float* state;              // [b, heads, p, n]; in place
-  void* y;                   // [b, heads p]
-  float* gated;              // [b, heads p]; of Mamba2StepRowBytes each
+  void* inputs;              // [b, w, taps - 1, heads p + 2 groups n]; in place
+  float* state;              // [b, w, heads, p, n]; in place
+  void* y;                   // [b, t, heads p]
+  float* gated;              // [b t, heads p]; of Mamba2StepRowBytes each
 };
 
 cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,

@@ -28,5 +28,7 @@ constexpr int64_t kSharedBytesLatentAttention = 99328;
 // The most rows and columns of the state of a recurrent mixer, and the number of which its columns
 // are a multiple.
 constexpr int64_t kMaxStateWidth = 128, kStateWidthFactor = 4;
+// The most states of a row that a step of a recurrent mixer can go on from.
+constexpr int64_t kMaxStates = 1 << 10;
 
 }  // namespace nvfp4

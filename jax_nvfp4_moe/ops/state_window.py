@@ -72,7 +72,11 @@ class StateWindow:
             for name, rows in self.states.items()
         }
         others = {name: each[-1][name] for name in self.others}
-        return StateWindow(states, others, jnp.full_like(self.kept, len(each) - 1))
+        return dataclasses.replace(self, others=others).after_tokens(states, len(each))
+
+    def after_tokens(self, states: Mapping[str, Array], count: int) -> "StateWindow":
+        """Return the window with the `states` after `count` tokens; that after the last is kept."""
+        return StateWindow(states, self.others, jnp.full_like(self.kept, count - 1))
 
     def keep(self, tokens: Int32[Array, " b"]) -> "StateWindow":
         """Return the window that goes on after the first `tokens` of the last tokens, 1 or more."""
@@ -105,3 +109,67 @@ def run_tokens(
         results.append(y)
         each.append(old)
     return jnp.concatenate(results, axis=1), entries.after(each)
+
+
+def run_recurrence(
+    step: Callable,
+    prompt: Callable,
+    projected: Array,
+    positions: Array,
+    entries: StateWindow | Mapping[str, Array] | None,
+    start: Callable,
+    names: Sequence[str] = ("inputs", "state"),
+) -> tuple[Array, Any]:
+    """Run tokens through a recurrent mixer.
+
+    Args:
+      step: runs one token of each row, or those of a window: ``step(projected, positions, inputs,
+        state, kept=kept)`` returns the result, the new inputs and the new state.
+      prompt: runs the tokens of prompts, likewise without `kept`.
+      projected: projected tokens ``[b, t, n]``.
+      positions: their positions ``[b, t]``.
+      entries: the cache entries, or None without a cache.
+      start: returns the entries that stand before the first token of b rows.
+      names: names of the entries of the last inputs and of the state.
+
+    Returns:
+      The result, and the new cache entries; None without a cache.
+    """
+    t = positions.shape[1]
+    if isinstance(entries, StateWindow):
+        old = [entries.states[name] for name in names]
+        y, *new = step(projected, positions, *old, kept=entries.kept)
+        return y, entries.after_tokens(dict(zip(names, new, strict=True)), t)
+    old = start(len(positions)) if entries is None else entries
+    y, *new = (step if t == 1 else prompt)(projected, positions, *(old[name] for name in names))
+    return y, None if entries is None else dict(zip(names, new, strict=True))
+
+
+def over_window(step: Callable) -> Callable:
+    """Return the step of a recurrent mixer for one token as one for a window of tokens.
+
+    Args:
+      step: takes projected tokens, positions, the last inputs, the state and further arrays of the
+        tokens, and returns the result, the inputs and the state.
+
+    Returns:
+      A function that also takes `kept` behind the state: None, or int32 ``[b]`` with inputs and
+      states ``[b, w, ...]``.
+    """
+
+    def window_step(projected, positions, inputs, state, kept=None, *apart, **options):
+        if kept is None:
+            return step(projected, positions, inputs, state, *apart, **options)
+
+        def run(projected, positions, *apart_and_old):
+            *apart, old = apart_and_old
+            y, inputs, state = step(
+                projected, positions, old["inputs"], old["state"], *apart, **options
+            )
+            return y, {"inputs": inputs, "state": state}
+
+        window = StateWindow({"inputs": inputs, "state": state}, {}, kept)
+        y, window = run_tokens(run, window, dict, projected, positions, *apart)
+        return y, window.states["inputs"], window.states["state"]
+
+    return window_step

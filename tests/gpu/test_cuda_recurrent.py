@@ -138,6 +138,38 @@ def test_steps_in_a_chain_have_the_bits_of_steps_alone(make, case):
             assert np.asarray(own).tobytes() == np.asarray(true).tobytes()
 
 
+@pytest.mark.parametrize(
+    ("suite", "step", "case"),
+    [
+        (DeltaStepSuite(), delta_step, "full widths, rates apart"),
+        (KimiStepSuite(), kimi_step, "full widths"),
+        (Mamba2StepSuite(), mamba2_step, "usual sizes"),
+    ],
+    ids=["delta", "kimi", "mamba2"],
+)
+def test_windows_in_a_chain_have_the_bits_of_windows_alone(suite, step, case):
+    """A window in a chain reads `kept`, and the state that it names, before it waits."""
+    tokens, weights = suite.make(case, np.dtype("bfloat16"))
+
+    def behind_layer(*tokens, **options):
+        names = ("positions", "inputs", "state", "kept")
+        projected, *rest = tokens
+        options |= dict(zip(names, rest, strict=False))
+        moved = {name: options.pop(name) for name in names}
+
+        def chained(projected, *moved):
+            return step(projected, **dict(zip(names, moved, strict=True)), **options)
+
+        lowered, operands = lower_behind_layer(chained, projected, *moved.values())
+        assert "nvfp4_call_chain_cuda" in lowered.as_text()
+        return lowered.compile()(*operands)
+
+    expected = suite.call_window(step, case, tokens, weights, 1)
+    found = suite.call_window(behind_layer, case, tokens, weights, 1)
+    for own, true in zip(found, expected, strict=True):
+        assert np.asarray(own).tobytes() == np.asarray(true).tobytes()
+
+
 def test_a_step_without_donation_keeps_its_operands():
     tokens, weights = make_delta("full widths", np.dtype("bfloat16"))
     given = [jnp.asarray(x) for x in tokens]
@@ -166,35 +198,52 @@ def test_gradients_and_batches():
         np.testing.assert_array_equal(both[1], alone)
 
 
+def in_windows(projected, positions, inputs, state):
+    """Return the tokens of a case as the kernels take them, with one state in each window."""
+    return projected, positions, inputs[:, None], state[:, None]
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("projected", jnp.zeros((2, 1, 171)), r"projected \[b, 1, n\]: expected \[2, 1, 172\]"),
+        ("projected", jnp.zeros((2, 1, 171)), r"projected \[b, t, n\]: expected \[2, 1, 172\]"),
         ("projected", jnp.zeros((2, 1, 172), jnp.bfloat16), "rates: expected bfloat16, got float"),
-        ("positions", jnp.zeros((2, 2), jnp.int32), r"positions \[b, 1\]: expected \[2, 1\]"),
+        ("positions", jnp.zeros((2, 2), jnp.int32), r"positions \[b, t\]: expected \[2, 1\]"),
         ("positions", jnp.zeros((2, 1)), "positions: expected int32, got float32"),
         ("conv_weight", jnp.zeros((110, 3)), r"conv_weight \[c, taps\]: expected \[112, 3\]"),
         ("A_log", jnp.zeros(5), r"A_log \[m r\]: expected \[6\]"),
         ("norm", jnp.zeros(16), r"norm \[e\]: expected \[8\]"),
-        ("rates", jnp.zeros((2, 1, 6)), r"rates \[b, 1, 2 m r\]: expected \[2, 1, 12\]"),
-        ("rates", jnp.zeros(12), r"rates \[b, 1, 2 m r\]: expected \[2, 1, 12\], got \[12\]"),
-        ("rates", jnp.zeros((2, 1, 12)), r"projected \[b, 1, n\]: expected \[2, 1, 160\]"),
-        ("inputs", jnp.zeros((2, 3, 112)), r"inputs \[b, taps - 1, c\]: expected \[2, 2, 112\]"),
-        ("state", jnp.zeros((2, 2, 3, 132, 8)), r"d \(state\): expected at most 128, got 132"),
-        ("state", jnp.zeros((2, 2, 3, 16, 6)), r"e \(state\): expected a positive multiple of 4"),
+        ("rates", jnp.zeros((2, 1, 6)), r"rates \[b, t, 2 m r\]: expected \[2, 1, 12\]"),
+        ("rates", jnp.zeros(12), r"rates \[b, t, 2 m r\]: expected \[2, 1, 12\], got \[12\]"),
+        ("rates", jnp.zeros((2, 1, 12)), r"projected \[b, t, n\]: expected \[2, 1, 160\]"),
+        (
+            "inputs",
+            jnp.zeros((2, 1, 3, 112)),
+            r"inputs \[b, w, taps - 1, c\]: expected \[2, 1, 2, 112\]",
+        ),
+        ("kept", jnp.zeros(3, jnp.int32), r"kept \[b\]: expected \[2\], got \[3\]"),
+        ("kept", jnp.zeros(2), "kept: expected int32, got float32"),
+        ("state", jnp.zeros((2, 2, 2, 3, 16, 8)), r"w \(state\).*: expected at most 1, got 2"),
+        ("state", jnp.zeros((2, 1, 2, 3, 132, 8)), r"d \(state\): expected at most 128, got 132"),
+        (
+            "state",
+            jnp.zeros((2, 1, 2, 3, 16, 6)),
+            r"e \(state\): expected a positive multiple of 4",
+        ),
     ],
 )
 def test_kernel_names_a_wrong_operand(name, wrong, message):
     cuda_calls.register()
     tokens, weights = make_delta("three value heads", np.dtype("float32"))
     names = ("projected", "positions", "inputs", "state")
-    given = dict(zip(names, tokens, strict=True)) | weights
+    given = dict(zip(names, in_windows(*tokens), strict=True)) | weights
+    given |= {"kept": np.zeros(0, np.int32)}
     given |= {"rates": np.zeros(0, np.float32), name: wrong}
-    names = ("projected", "positions", *weights, "rates", "inputs", "state")
+    names = ("projected", "positions", *weights, "rates", "kept", "inputs", "state")
     operands = [jnp.asarray(given[name]) for name in names]
-    shapes = ((2, 1, 48), operands[7].shape, operands[8].shape)
+    shapes = ((2, 1, 48), operands[8].shape, operands[9].shape)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    call = jax.ffi.ffi_call("nvfp4_delta_step_cuda", outputs, input_output_aliases={7: 1, 8: 2})
+    call = jax.ffi.ffi_call("nvfp4_delta_step_cuda", outputs, input_output_aliases={8: 1, 9: 2})
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
         jax.block_until_ready(call(*operands, interleaved=True, eps=np.float32(1e-6)))
 
@@ -202,15 +251,15 @@ def test_kernel_names_a_wrong_operand(name, wrong, message):
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("projected", jnp.zeros((2, 1, 122)), r"projected \[b, 1, n\]: expected \[2, 1, 123\]"),
+        ("projected", jnp.zeros((2, 1, 122)), r"projected \[b, t, n\]: expected \[2, 1, 123\]"),
         ("dt_bias", jnp.zeros(3), r"dt_bias \[n d\]: expected \[48\]"),
-        ("rates", jnp.zeros((2, 1, 6)), r"rates \[b, 1, n\]: expected \[2, 1, 3\]"),
-        ("rates", jnp.zeros((2, 1, 3)), r"projected \[b, 1, n\]: expected \[2, 1, 120\]"),
-        ("decays", jnp.zeros((2, 1, 24)), r"decays \[b, 1, n d\]: expected \[2, 1, 48\]"),
-        ("gates", jnp.zeros((2, 1, 48)), r"gates \[b, 1, n e\]: expected \[2, 1, 24\]"),
+        ("rates", jnp.zeros((2, 1, 6)), r"rates \[b, t, n\]: expected \[2, 1, 3\]"),
+        ("rates", jnp.zeros((2, 1, 3)), r"projected \[b, t, n\]: expected \[2, 1, 120\]"),
+        ("decays", jnp.zeros((2, 1, 24)), r"decays \[b, t, n d\]: expected \[2, 1, 48\]"),
+        ("gates", jnp.zeros((2, 1, 48)), r"gates \[b, t, n e\]: expected \[2, 1, 24\]"),
         ("gates", jnp.zeros((2, 1, 24), jnp.bfloat16), "gates: expected float32, got bfloat16"),
-        ("state", jnp.zeros((2, 3, 132, 8)), r"d \(state\): expected at most 128, got 132"),
-        ("state", jnp.zeros((2, 3, 16, 6)), r"e \(state\): expected a positive multiple of 4"),
+        ("state", jnp.zeros((2, 1, 3, 132, 8)), r"d \(state\): expected at most 128, got 132"),
+        ("state", jnp.zeros((2, 1, 3, 16, 6)), r"e \(state\): expected a positive multiple of 4"),
         ("lower_bound", np.float32(1), "lower_bound: expected at most 0, got 1.0"),
         ("lower_bound", np.float32(np.nan), "lower_bound: expected at most 0, got nan"),
     ],
@@ -219,15 +268,16 @@ def test_kernel_names_a_wrong_operand_of_kimi(name, wrong, message):
     cuda_calls.register()
     tokens, weights = make_kimi("three heads", np.dtype("float32"))
     names = ("projected", "positions", "inputs", "state")
-    given = dict(zip(names, tokens, strict=True)) | weights
+    given = dict(zip(names, in_windows(*tokens), strict=True)) | weights
+    given |= {"kept": np.zeros(0, np.int32)}
     given |= {"rates": np.zeros(0, np.float32), "lower_bound": np.float32(0), name: wrong}
     names = ("projected", "positions", "conv_weight", "A_log", "dt_bias", "norm")
-    names += ("rates", "decays", "gates", "inputs", "state")
+    names += ("rates", "decays", "gates", "kept", "inputs", "state")
     operands = [jnp.asarray(given[name]) for name in names]
-    shapes = ((2, 1, 24), operands[9].shape, operands[10].shape)
+    shapes = ((2, 1, 24), operands[10].shape, operands[11].shape)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     call = jax.ffi.ffi_call(
-        "nvfp4_kimi_delta_step_cuda", outputs, input_output_aliases={9: 1, 10: 2}
+        "nvfp4_kimi_delta_step_cuda", outputs, input_output_aliases={10: 1, 11: 2}
     )
     attributes = {"lower_bound": given["lower_bound"], "eps": np.float32(1e-5)}
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
@@ -237,12 +287,12 @@ def test_kernel_names_a_wrong_operand_of_kimi(name, wrong, message):
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("projected", jnp.zeros((2, 1, 245)), r"projected \[b, 1, n\]: expected \[2, 1, 246\]"),
+        ("projected", jnp.zeros((2, 1, 245)), r"projected \[b, t, n\]: expected \[2, 1, 246\]"),
         ("conv_bias", jnp.zeros(143), r"conv_bias \[c\]: expected \[144\]"),
         ("D", jnp.zeros(5), r"D \[h\]: expected \[6\]"),
         ("norm", jnp.zeros(16), r"norm \[h p\]: expected \[96\]"),
-        ("state", jnp.zeros((2, 6, 132, 8)), r"p \(state\): expected at most 128, got 132"),
-        ("state", jnp.zeros((2, 6, 16, 6)), r"n \(state\): expected a positive multiple of 4"),
+        ("state", jnp.zeros((2, 1, 6, 132, 8)), r"p \(state\): expected at most 128, got 132"),
+        ("state", jnp.zeros((2, 1, 6, 16, 6)), r"n \(state\): expected a positive multiple of 4"),
         ("groups", np.int64(4), r"h \(state\): expected a positive multiple of 4, got 6"),
         ("activation", "silu", "activation: expected one that is not gated, got silu"),
         ("scratch", 4 * 2 * 96 - 4, "workspace, bytes: expected at least 768, got 764"),
@@ -252,15 +302,16 @@ def test_kernel_names_a_wrong_operand_of_mamba2(name, wrong, message):
     cuda_calls.register()
     tokens, weights = make_mamba("small", np.dtype("float32"))
     names = ("projected", "positions", "inputs", "state")
-    given = dict(zip(names, tokens, strict=True)) | weights
+    given = dict(zip(names, in_windows(*tokens), strict=True)) | weights
+    given |= {"kept": np.zeros(0, np.int32)}
     given |= {"scratch": 768, "groups": np.int64(3)}
     given |= {"activation": "relu2", name: wrong}
-    names = ("projected", "positions", *weights, "inputs", "state")
+    names = ("projected", "positions", *weights, "kept", "inputs", "state")
     operands = [jnp.asarray(given[name]) for name in names]
-    shapes = ((2, 1, 96), operands[8].shape, operands[9].shape)
+    shapes = ((2, 1, 96), operands[9].shape, operands[10].shape)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     outputs.append(jax.ShapeDtypeStruct((given["scratch"],), jnp.uint8))
-    call = jax.ffi.ffi_call("nvfp4_mamba2_step_cuda", outputs, input_output_aliases={8: 1, 9: 2})
+    call = jax.ffi.ffi_call("nvfp4_mamba2_step_cuda", outputs, input_output_aliases={9: 1, 10: 2})
     numbers = ("alpha", "limit", "smallest_step", "largest_step", "eps")
     attributes = {name: np.float32(1) for name in numbers}
     attributes |= {name: given[name] for name in ("activation", "groups")}

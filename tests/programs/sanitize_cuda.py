@@ -25,6 +25,7 @@ from sanitize_recurrent import (
     run_delta_rules,
     run_mamba2_scans,
     run_recurrent_steps,
+    run_state_windows,
 )
 from support.extensions import cuda_calls
 from support.kernels import dense_fp8_suite as fp8
@@ -426,6 +427,7 @@ PARTS = {
     "mamba2_scans": run_mamba2_scans,
     "convolutions": run_convolutions,
     "recurrent_steps": run_recurrent_steps,
+    "state_windows": run_state_windows,
     "experts": run_experts,
 }
 

@@ -1,6 +1,7 @@
 """Call the kernels of recurrent mixers, as parts of `sanitize_cuda.py`."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from support.kernels.recurrent_suite import (
     DELTA_CASES,
     KIMI_CASES,
     MAMBA_CASES,
+    DeltaStepSuite,
+    KimiStepSuite,
+    Mamba2StepSuite,
     make_delta,
     make_kimi,
     make_mamba,
@@ -55,6 +59,20 @@ def run_recurrent_step(dtype):
         check_step("mamba2", dtype, name, ops.mamba2_step(*map(jnp.asarray, tokens), **options))
         step = functools.partial(ops.mamba2_step, **options)
         check_in_chain("mamba2", dtype, name, step, tokens)
+
+
+def run_state_windows():
+    """Decode windows of tokens, from a state inside of the window, in place."""
+    steps = (
+        (DeltaStepSuite(), ops.gated_delta_step, DELTA_CASES),
+        (KimiStepSuite(), ops.kimi_delta_step, KIMI_CASES),
+        (Mamba2StepSuite(), ops.mamba2_step, MAMBA_CASES),
+    )
+    for dtype, (suite, step, cases) in itertools.product(DTYPES, steps):
+        run = functools.partial(step, backend="recurrent_cuda")
+        for name in cases:
+            results = suite.call_window(run, name, *suite.make(name, np.dtype(dtype)), kept=2)
+            check_step(f"window {step.__name__}", dtype, name, results)
 
 
 def kimi_step_of(options, projected, positions, inputs, state):

@@ -1,5 +1,5 @@
-// One token of a gated delta net or of Kimi delta attention: everything between its projections, in
-// one pass over the state.
+// Few tokens of a gated delta net or of Kimi delta attention: everything between its projections,
+// in one pass over the state.
 //
 //   q, k, v = silu(convolve(qkv))
 //   S' = a S + k (beta (v - k.T a S)),  y = q.T S' = q.T a S + (q.k) (beta (v - k.T a S))
@@ -27,6 +27,10 @@
 // multiprocessor of its own, it then loads the state into registers before it waits, and computes
 // once with a token of zeros. On an H200, a step of Qwen3.6-35B-A3B's sizes then ended 4.7 us after
 // the projection ahead of it, instead of 8.1.
+//
+// A call for t tokens of a row, which decoding with drafts makes, goes through them one by one,
+// with the operations of a call for one token. It writes the state after each of them, so that the
+// next call can go on from any.
 //
 // Needs: d and e at most 128, e a multiple of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
@@ -112,9 +116,18 @@ __device__ __forceinline__ OwnChannel FindChannel(const DeltaStepCall& c, const 
 template <typename T>
 __device__ __forceinline__ Convolution<T> ConvolutionOf(const DeltaStepCall& c,
                                                         const DeltaStepBuffers& p,
-                                                        const Places& places, int64_t row) {
-  return {static_cast<T*>(p.inputs) + row * (c.taps - 1) * places.channels, p.conv_weight,
-          places.channels, c.taps};
+                                                        const Places& places, int64_t row,
+                                                        int32_t kept) {
+  return {static_cast<T*>(p.inputs) + row * c.w * (c.taps - 1) * places.channels, p.conv_weight,
+          places.channels, c.taps, kept};
+}
+
+// Returns the inputs of a channel in the tokens of a row.
+template <typename T>
+__device__ __forceinline__ TokenInputs<T> InputsOf(const DeltaStepCall& c,
+                                                   const DeltaStepBuffers& p, const Places& places,
+                                                   int64_t row, const OwnChannel& own) {
+  return {static_cast<const T*>(p.projected) + row * c.t * places.row + own.projected, places.row};
 }
 
 // Returns the decay of channel `i` of a head for a token that has the number `given` for it.
@@ -127,8 +140,9 @@ __device__ __forceinline__ float ChannelDecay(const DeltaStepCall& c, const Delt
 // `kFull` says that d and e are kMaxWidth. The addresses of a thread are then a constant apart, and
 // two blocks fit into a multiprocessor. `kChannels` stands for `channel_decays`. `writes_keys` says
 // that this kernel also writes the past inputs of queries and keys. `kEarly` says that all but the
-// token is unchanged since the previous kernel, and that a block may have all registers.
-template <typename T, bool kFull, bool kChannels, bool kEarly>
+// tokens is unchanged since the previous kernel, and that a block may have all registers. `kMany`
+// says that `kept` names one of several states, and that a row may have several tokens.
+template <typename T, bool kFull, bool kChannels, bool kEarly, bool kMany>
 __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
     DeltaStep(const DeltaStepCall call, const Places places, const DeltaStepBuffers p,
               const bool writes_keys) {
@@ -142,6 +156,7 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
 
   DeltaStepCall c = call;
   if constexpr (kFull) c.d = c.e = kMaxWidth;
+  if constexpr (!kMany) c.t = c.w = 1;
   const int heads = c.key_heads * c.shared, thread = threadIdx.x;
   const int head = blockIdx.x % heads, key_head = head / c.shared;
   const int shared_head = head - key_head * c.shared;
@@ -150,9 +165,13 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
   const int group = thread / lanes, column = thread % lanes;
 
   const bool active = group < groups;
-  float4* state =
-      reinterpret_cast<float4*>(p.state) + static_cast<int64_t>(blockIdx.x) * c.d * lanes + thread;
-  const Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row);
+  const int32_t kept = kMany && kEarly ? KeptSlot(p.kept, row, c.w) : 0;
+  // Returns what this thread has of a state.
+  const auto state_in = [&](int slot) {
+    const int64_t block = (row * c.w + slot) * heads + head;
+    return reinterpret_cast<float4*>(p.state) + block * c.d * lanes + thread;
+  };
+  Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row, kept);
   OwnChannel channels[2] = {};
   // Calls function(its number, the channel of the head) for the channels that this thread
   // convolves.
@@ -171,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
   bool present = false;
   // Loads all that may be unchanged since the previous kernel.
   const auto load_unchanged = [&] {
+    const float4* state = state_in(convolution.kept);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int line = group + i * groups;
@@ -181,62 +201,96 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
       windows[own] = LoadWindow(convolution, channels[own].convolved, FromFloat<T>(0.0f));
     });
     if (thread < c.e) weight = p.norm[thread];
-    present = p.positions[row] < kPaddingPosition;
+    present = p.positions[row * c.t] < kPaddingPosition;
   };
   if constexpr (kEarly) {
     load_unchanged();
-  } else {
+  } else if constexpr (!kMany) {
     each_channel([&](int own, int) { PrefetchWindow(convolution, channels[own].convolved); });
-    PrefetchLines(state - thread, c.d * lanes * 16, thread, kThreads);
+    PrefetchLines(state_in(0) - thread, c.d * lanes * 16, thread, kThreads);
   }
-  // Computes the step. If it is not the last one, it takes the place of the wait: its results are
-  // not used, and its token is zero. It brings the code of the last one into the instruction cache.
-  const auto compute = [&](const bool last) {
-    float gate = 0.0f, rate = 0.0f, step = 0.0f;
-    if (last) {
+  // What this thread reads of a token.
+  struct Token {
+    T inputs[2];
+    float gate, rate, step, decay;
+    bool present;
+  };
+  const auto load_token = [&](int token) {
+    const int64_t index = row * c.t + token;
+    Token read = {};
+    const T* projected = static_cast<const T*>(p.projected) + index * places.row;
+    each_channel([&](int own, int) { read.inputs[own] = projected[channels[own].projected]; });
+    if (thread < c.e) {
+      const T* gates = projected;
+      if constexpr (kChannels) gates = static_cast<const T*>(p.gates) + index * c.key_heads * c.e;
+      read.gate = ToFloat(gates[places.gate.Of(key_head, shared_head * c.e + thread)]);
+    }
+    if (thread == kThreads - 1) {
+      const T* rates = static_cast<const T*>(p.rates) + index * places.rates_row;
+      read.rate = ToFloat(rates[places.rate.Of(key_head, shared_head)]);
+      if constexpr (!kChannels) read.step = ToFloat(rates[places.step.Of(key_head, shared_head)]);
+    }
+    if constexpr (kChannels) {  // the other half of the threads convolves values
+      const int i = thread - kMaxWidth;
+      if (i >= 0 && i < c.d) {
+        read.decay =
+            ToFloat(static_cast<const T*>(p.decays)[(index * c.key_heads + head) * c.d + i]);
+      }
+    }
+    if constexpr (kMany) read.present = p.positions[index] < kPaddingPosition;
+    return read;
+  };
+  Token next = {};
+  // Computes the step of token `pass`. Pass -1 takes the place of the wait: its results are not
+  // used, and its token is zero. It brings the code of the others into the instruction cache.
+  const auto compute = [&](const int pass) {
+    const bool real = pass >= 0;
+    if (pass == 0) {
       WaitForPrecedingKernel();
       StartNextKernel();
+      if constexpr (!kEarly && kMany) convolution.kept = KeptSlot(p.kept, row, c.w);
       // All loads are issued before the first of them is used.
       if constexpr (!kEarly) load_unchanged();
-      const T* projected = static_cast<const T*>(p.projected) + row * places.row;
-      each_channel(
-          [&](int own, int) { windows[own].inputs[0] = projected[channels[own].projected]; });
-      if (thread < c.e) {
-        const T* gates = projected;
-        if constexpr (kChannels) gates = static_cast<const T*>(p.gates) + row * c.key_heads * c.e;
-        gate = ToFloat(gates[places.gate.Of(key_head, shared_head * c.e + thread)]);
+    }
+    // Blocks that share a multiprocessor hide the latency of each other, and have fewer registers.
+    if (pass == 0 || (!kEarly && real)) next = load_token(pass);
+    const Token token = next;
+    if (real) {
+      each_channel([&](int own, int) {
+        if constexpr (kMany) {
+          if (pass > 0) Shift(windows[own]);
+        }
+        windows[own].inputs[0] = token.inputs[own];
+      });
+      if constexpr (kMany) {
+        present = token.present;
+        if (kEarly && pass + 1 < c.t) next = load_token(pass + 1);  // while this one is computed
       }
-      if (thread == kThreads - 1) {
-        const T* rates = static_cast<const T*>(p.rates) + row * places.rates_row;
-        rate = ToFloat(rates[places.rate.Of(key_head, shared_head)]);
-        if constexpr (!kChannels) step = ToFloat(rates[places.step.Of(key_head, shared_head)]);
-      }
-      if constexpr (kEarly) __syncthreads();  // the first one has read all of shared memory
+      if constexpr (kEarly || kMany) __syncthreads();  // the pass before has read shared memory
     }
     if (thread == kThreads - 1) {
       if constexpr (kChannels) {
         decay_and_rate[0] = 1.0f;
       } else {
-        const float g = -expf(p.A_log[head]) * Softplus(step + p.dt_bias[head]);
+        const float g = -expf(p.A_log[head]) * Softplus(token.step + p.dt_bias[head]);
         decay_and_rate[0] = present ? expf(g) : 1.0f;
       }
-      decay_and_rate[1] = present ? Sigmoid(rate) : 0.0f;
+      decay_and_rate[1] = present ? Sigmoid(token.rate) : 0.0f;
     }
-    if constexpr (kChannels) {  // the other half of the threads convolves values
+    if constexpr (kChannels) {
       const int i = thread - kMaxWidth;
-      if (i >= 0 && i < c.d) {
-        const float given =
-            last ? ToFloat(static_cast<const T*>(p.decays)[(row * c.key_heads + head) * c.d + i])
-                 : 0.0f;
-        channel_decays[i] = ChannelDecay(c, p, head, i, given);
-      }
+      if (i >= 0 && i < c.d) channel_decays[i] = ChannelDecay(c, p, head, i, token.decay);
     }
     each_channel([&](int own, int i) {
       const int32_t channel = channels[own].convolved;
-      mixed[i] = Silu(Convolve(convolution, channel, windows[own]));
-      if (last && i >= 2 * c.d && present) Advance(convolution, channel, windows[own]);
+      const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channels[own]);
+      const int current = max(pass, 0);
+      mixed[i] = Silu(Convolve(convolution, channel, windows[own], inputs, current));
+      if (!kMany && real && i >= 2 * c.d && present) {
+        Advance(convolution, channel, windows[own]);
+      }
     });
-    if (last) ArriveAtCluster();
+    if (pass == c.t - 1) ArriveAtCluster();
     __syncthreads();
 
     // Each warp computes the lengths itself, which takes no further barrier.
@@ -298,36 +352,54 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
     }
     __syncthreads();
 
-    if (last && present) {
+    if (real && (present || kMany)) {
       const float4 correction = reinterpret_cast<const float4*>(corrections)[column];
+      float4* state = state_in(real ? pass : 0);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int line = group + i * groups;
         if (!kFull && (!active || line >= c.d)) continue;
-        const float key = mixed[c.d + line] * key_scale, kept = decay_of(line);
-        state[i * groups * lanes] = make_float4(
-            kept * values[i].x + key * correction.x, kept * values[i].y + key * correction.y,
-            kept * values[i].z + key * correction.z, kept * values[i].w + key * correction.w);
+        const float key = mixed[c.d + line] * key_scale, left = decay_of(line);
+        const float4 after = make_float4(
+            left * values[i].x + key * correction.x, left * values[i].y + key * correction.y,
+            left * values[i].z + key * correction.z, left * values[i].w + key * correction.w);
+        if constexpr (kMany) {
+          if (present) values[i] = after;
+          state[i * groups * lanes] = values[i];
+        } else {
+          state[i * groups * lanes] = after;
+        }
       }
     }
-    if (last && thread < c.e) {
+    if (real && thread < c.e) {
       float sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < kMaxWidth / 32; ++i) sum += squares[i];
       const float normal = weight * (y * ReciprocalRoot(sum / static_cast<float>(c.e) + c.eps));
-      static_cast<T*>(p.y)[static_cast<int64_t>(blockIdx.x) * c.e + thread] =
-          FromFloat<T>(normal * (kChannels ? Sigmoid(gate) : Silu(gate)));
+      const int64_t place = (row * c.t + pass) * heads + head;
+      static_cast<T*>(p.y)[place * c.e + thread] =
+          FromFloat<T>(normal * (kChannels ? Sigmoid(token.gate) : Silu(token.gate)));
     }
   };
-  if constexpr (kEarly) {
+  if constexpr (kEarly || kMany) {
 #pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass) compute(pass == 1);
+    for (int pass = kEarly ? -1 : 0; pass < c.t; ++pass) compute(pass);
   } else {
-    compute(true);
+    compute(0);
   }
   WaitForCluster();
-  const bool writes = writes_keys && present && shared_head == 0;
-  if (writes && thread < 2 * c.d) Advance(convolution, channels[0].convolved, windows[0]);
+  const bool writes = writes_keys && shared_head == 0;
+  if constexpr (kMany) {
+    const int count = CountPresent(p.positions, row, c.t);
+    each_channel([&](int own, int i) {
+      const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channels[own]);
+      if (writes || i >= 2 * c.d) {
+        WriteSlots(convolution, channels[own].convolved, inputs, c.t, count);
+      }
+    });
+  } else if (writes && present && thread < 2 * c.d) {
+    Advance(convolution, channels[0].convolved, windows[0]);
+  }
 }
 
 // Writes the past inputs of queries and keys, one channel for each thread.
@@ -339,21 +411,21 @@ __global__ void __launch_bounds__(kShiftThreads)
   const int64_t row = index / keys;
   WaitForPrecedingKernel();
   StartNextKernel();
-  if (row >= c.b || p.positions[row] >= kPaddingPosition) return;
+  if (row >= c.b) return;
   const auto convolved = static_cast<int32_t>(index % keys);
   const int32_t part = convolved / (c.key_heads * c.d);
   const int32_t key_head = convolved / c.d % c.key_heads, within = convolved % c.d;
   const OwnChannel own = FindChannel(c, places, key_head, 0, part * c.d + within);
-  const Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row);
-  const T* projected = static_cast<const T*>(p.projected) + row * places.row;
-  const T newest = projected[own.projected];
-  Advance(convolution, convolved, LoadWindow(convolution, convolved, newest));
+  const int32_t kept = KeptSlot(p.kept, row, c.w);
+  const Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row, kept);
+  WriteSlots(convolution, convolved, InputsOf<T>(c, p, places, row, own), c.t,
+             CountPresent(p.positions, row, c.t));
 }
 
-template <typename T, bool kFull, bool kChannels, bool kEarly>
+template <typename T, bool kFull, bool kChannels, bool kEarly, bool kMany>
 cudaError_t LaunchDeltaStepAs(cudaStream_t stream, const DeltaStepCall& c,
                               const DeltaStepBuffers& buffers) {
-  constexpr auto kKernel = DeltaStep<T, kFull, kChannels, kEarly>;
+  constexpr auto kKernel = DeltaStep<T, kFull, kChannels, kEarly, kMany>;
   const Places places = FindPlaces(c, buffers.rates != nullptr);
   DeltaStepBuffers p = buffers;
   if (p.rates == nullptr) {
@@ -372,22 +444,28 @@ cudaError_t LaunchDeltaStepAs(cudaStream_t stream, const DeltaStepCall& c,
                     p);
 }
 
-template <typename T, bool kChannels>
+template <typename T, bool kChannels, bool kMany>
 cudaError_t LaunchDeltaStepOf(cudaStream_t stream, const DeltaStepCall& c,
                               const DeltaStepBuffers& p) {
   const bool full = c.d == kMaxWidth && c.e == kMaxWidth;
-  if (!full) return LaunchDeltaStepAs<T, false, kChannels, false>(stream, c, p);
-  const bool early = c.state_is_unchanged && MayOverlap(DeltaStep<T, true, kChannels, true>) &&
+  if (!full) return LaunchDeltaStepAs<T, false, kChannels, false, kMany>(stream, c, p);
+  const bool early = c.state_is_unchanged &&
+                     MayOverlap(DeltaStep<T, true, kChannels, true, kMany>) &&
                      c.b * c.key_heads * c.shared <= MultiprocessorCount();
-  return early ? LaunchDeltaStepAs<T, true, kChannels, true>(stream, c, p)
-               : LaunchDeltaStepAs<T, true, kChannels, false>(stream, c, p);
+  return early ? LaunchDeltaStepAs<T, true, kChannels, true, kMany>(stream, c, p)
+               : LaunchDeltaStepAs<T, true, kChannels, false, kMany>(stream, c, p);
 }
 
 template <typename T>
 cudaError_t LaunchDeltaStepOf(cudaStream_t stream, const DeltaStepCall& c,
                               const DeltaStepBuffers& p) {
-  return c.channel_decays ? LaunchDeltaStepOf<T, true>(stream, c, p)
-                          : LaunchDeltaStepOf<T, false>(stream, c, p);
+  const bool many = p.kept != nullptr;
+  if (c.channel_decays) {
+    return many ? LaunchDeltaStepOf<T, true, true>(stream, c, p)
+                : LaunchDeltaStepOf<T, true, false>(stream, c, p);
+  }
+  return many ? LaunchDeltaStepOf<T, false, true>(stream, c, p)
+              : LaunchDeltaStepOf<T, false, false>(stream, c, p);
 }
 
 }  // namespace

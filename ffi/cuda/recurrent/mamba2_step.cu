@@ -1,4 +1,5 @@
-// One token of a Mamba-2 mixer: everything between its two projections, in one pass over the state.
+// Few tokens of a Mamba-2 mixer: everything between its two projections, in one pass over the
+// state. Several tokens of a row go one by one, as in delta_step.cu.
 //
 //   x, B, C = act(convolve(xbc) + bias),  S' = exp(dt a) S + dt x B.T
 //   gated = (S' C + D x) * silu(z),  output = norm(gated) over the heads of a group
@@ -44,9 +45,19 @@ struct Sizes {
 template <typename T>
 __device__ __forceinline__ Convolution<T> ConvolutionOf(const Mamba2StepCall& c,
                                                         const Mamba2StepBuffers& p,
-                                                        const Sizes& sizes, int64_t row) {
-  return {static_cast<T*>(p.inputs) + row * (c.taps - 1) * sizes.channels, p.conv_weight,
-          sizes.channels, c.taps};
+                                                        const Sizes& sizes, int64_t row,
+                                                        int32_t kept) {
+  return {static_cast<T*>(p.inputs) + row * c.w * (c.taps - 1) * sizes.channels, p.conv_weight,
+          sizes.channels, c.taps, kept};
+}
+
+// Returns the inputs of a channel in the tokens of a row.
+template <typename T>
+__device__ __forceinline__ TokenInputs<T> InputsOf(const Mamba2StepCall& c,
+                                                   const Mamba2StepBuffers& p, const Sizes& sizes,
+                                                   int64_t row, int32_t channel) {
+  const T* projected = static_cast<const T*>(p.projected) + row * c.t * sizes.row;
+  return {projected + sizes.inner + channel, sizes.row};
 }
 
 // Returns the number of channel i of a head: 0 to p - 1 are its x, then n of B and n of C.
@@ -58,9 +69,9 @@ __device__ __forceinline__ int32_t FindChannel(const Mamba2StepCall& c, const Si
 }
 
 // `kUsual` says that p and n have the usual sizes. `kRows` is the number of rows of the state in
-// the registers of a thread. `kEarly` is as in delta_step.cu.
-template <typename T, bool kUsual, int kRows, bool kEarly>
-__global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
+// the registers of a thread. `kEarly` and `kMany` are as in delta_step.cu.
+template <typename T, bool kUsual, int kRows, bool kEarly, bool kMany>
+__global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? (kMany ? 2 : 3) : 1)
     Mamba2Step(const Mamba2StepCall call, const Mamba2StepBuffers p) {
   __shared__ __align__(16) float mixed[3 * kMaxWidth];  // x, B and C
   // One partial sum for each row and lane. Rows of odd length start in different banks.
@@ -73,15 +84,20 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
     c.p = kUsualP;
     c.n = kUsualN;
   }
+  if constexpr (!kMany) c.t = c.w = 1;
   const Sizes sizes(c);
   const int thread = threadIdx.x, lanes = c.n / 4, groups = kThreads / lanes;
   const int line_group = thread / lanes, column = thread % lanes;
   const bool active = line_group < groups;
-  float4* state =
-      reinterpret_cast<float4*>(p.state) + static_cast<int64_t>(blockIdx.x) * c.p * lanes + thread;
   const int head = blockIdx.x % c.heads, group = head / (c.heads / c.groups);
   const int64_t row = blockIdx.x / c.heads;
-  const Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row);
+  const int32_t kept = kMany && kEarly ? KeptSlot(p.kept, row, c.w) : 0;
+  // Returns what this thread has of a state.
+  const auto state_in = [&](int slot) {
+    const int64_t block = (row * c.w + slot) * c.heads + head;
+    return reinterpret_cast<float4*>(p.state) + block * c.p * lanes + thread;
+  };
+  Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row, kept);
   int32_t channels[2] = {};
   // Calls function(its number, the channel of the head) for the channels that this thread
   // convolves.
@@ -99,6 +115,7 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
   bool present = false;
   // Loads all that may be unchanged since the previous kernel.
   const auto load_unchanged = [&] {
+    const float4* state = state_in(convolution.kept);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -110,39 +127,69 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
       windows[own] = LoadWindow(convolution, channels[own], FromFloat<T>(0.0f));
       biases[own] = p.conv_bias == nullptr ? 0.0f : p.conv_bias[channels[own]];
     });
-    present = p.positions[row] < kPaddingPosition;
+    present = p.positions[row * c.t] < kPaddingPosition;
   };
   if constexpr (kEarly) {
     load_unchanged();
-  } else {
+  } else if constexpr (!kMany) {
     each_channel([&](int own, int) { PrefetchWindow(convolution, channels[own]); });
-    PrefetchLines(state - thread, c.p * lanes * 16, thread, kThreads);
+    PrefetchLines(state_in(0) - thread, c.p * lanes * 16, thread, kThreads);
   }
-  // Computes the step, twice with `kEarly`, as in delta_step.cu.
-  const auto compute = [&](const bool last) {
-    float gate = 0.0f, raw = 0.0f;
-    if (last) {
+  // What this thread reads of a token.
+  struct Token {
+    T inputs[2];
+    float gate, raw;
+    bool present;
+  };
+  const auto load_token = [&](int token) {
+    const int64_t index = row * c.t + token;
+    Token read = {};
+    const T* projected = static_cast<const T*>(p.projected) + index * sizes.row;
+    each_channel([&](int own, int) { read.inputs[own] = projected[sizes.inner + channels[own]]; });
+    if (thread < c.p) read.gate = ToFloat(projected[head * c.p + thread]);
+    if (thread == kThreads - 1) read.raw = ToFloat(projected[sizes.inner + sizes.channels + head]);
+    if constexpr (kMany) read.present = p.positions[index] < kPaddingPosition;
+    return read;
+  };
+  Token next = {};
+  // Computes the step of token `pass`; pass -1 is as in delta_step.cu.
+  const auto compute = [&](const int pass) {
+    const bool real = pass >= 0;
+    if (pass == 0) {
       WaitForPrecedingKernel();
       StartNextKernel();
+      if constexpr (!kEarly && kMany) convolution.kept = KeptSlot(p.kept, row, c.w);
       // All loads are issued before the first of them is used.
       if constexpr (!kEarly) load_unchanged();
-      const T* projected = static_cast<const T*>(p.projected) + row * sizes.row;
-      each_channel(
-          [&](int own, int) { windows[own].inputs[0] = projected[sizes.inner + channels[own]]; });
-      if (thread < c.p) gate = ToFloat(projected[head * c.p + thread]);
-      if (thread == kThreads - 1) raw = ToFloat(projected[sizes.inner + sizes.channels + head]);
-      if constexpr (kEarly) __syncthreads();  // the first one has read all of shared memory
+    }
+    // Blocks that share a multiprocessor hide the latency of each other, and have fewer registers.
+    if (pass == 0 || (!kEarly && real)) next = load_token(pass);
+    const Token token = next;
+    if (real) {
+      each_channel([&](int own, int) {
+        if constexpr (kMany) {
+          if (pass > 0) Shift(windows[own]);
+        }
+        windows[own].inputs[0] = token.inputs[own];
+      });
+      if constexpr (kMany) {
+        present = token.present;
+        if (kEarly && pass + 1 < c.t) next = load_token(pass + 1);  // while this one is computed
+      }
+      if constexpr (kEarly || kMany) __syncthreads();  // the pass before has read shared memory
     }
     if (thread == kThreads - 1) {
-      const float step = Softplus(raw + p.dt_bias[head]);
+      const float step = Softplus(token.raw + p.dt_bias[head]);
       const float clipped = AtLeast(AtMost(step, c.largest_step), c.smallest_step);
       step_and_decay[0] = present ? clipped : 0.0f;
       step_and_decay[1] = present ? expf(-clipped * expf(p.A_log[head])) : 1.0f;
     }
     each_channel([&](int own, int i) {
-      const float sum = Convolve(convolution, channels[own], windows[own]) + biases[own];
-      mixed[i] = ActivateGate(c.activation, sum);
-      if (last && i < c.p && present) Advance(convolution, channels[own], windows[own]);
+      const TokenInputs<T> inputs = InputsOf<T>(c, p, sizes, row, channels[own]);
+      const int current = max(pass, 0);
+      const float sum = Convolve(convolution, channels[own], windows[own], inputs, current);
+      mixed[i] = ActivateGate(c.activation, sum + biases[own]);
+      if (!kMany && real && i < c.p && present) Advance(convolution, channels[own], windows[own]);
     });
     __syncthreads();
 
@@ -153,17 +200,23 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
       b[j] = mixed[c.p + 4 * column + j];
       out[j] = mixed[c.p + c.n + 4 * column + j];
     }
+    float4* state = state_in(real ? pass : 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int line = line_group + i * groups;
       if (!kUsual && (!active || line >= c.p)) continue;
       const float scaled = step * mixed[line];
-      const float4 next =
+      const float4 after =
           make_float4(decay * values[i].x + scaled * b[0], decay * values[i].y + scaled * b[1],
                       decay * values[i].z + scaled * b[2], decay * values[i].w + scaled * b[3]);
-      if (last && present) state[i * groups * lanes] = next;
+      if constexpr (kMany) {
+        if (real && present) values[i] = after;
+        if (real) state[i * groups * lanes] = values[i];
+      } else {
+        if (real && present) state[i * groups * lanes] = after;
+      }
       partial[line * kRowLanes + column] =
-          (next.x * out[0] + next.y * out[1]) + (next.z * out[2] + next.w * out[3]);
+          (after.x * out[0] + after.y * out[1]) + (after.z * out[2] + after.w * out[3]);
     }
     __syncthreads();
 
@@ -172,41 +225,53 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? 3 : 1)
 #pragma unroll 8
       for (int lane = 0; lane < lanes; ++lane) y += partial[thread * kRowLanes + lane];
       y += p.D[head] * mixed[thread];
-      if (last) p.gated[row * sizes.inner + head * c.p + thread] = y * Silu(gate);
+      const int64_t place = (row * c.t + pass) * sizes.inner + head * c.p + thread;
+      if (real) p.gated[place] = y * Silu(token.gate);
     }
   };
-  if constexpr (kEarly) {
+  if constexpr (kEarly || kMany) {
 #pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass) compute(pass == 1);
+    for (int pass = kEarly ? -1 : 0; pass < c.t; ++pass) compute(pass);
   } else {
-    compute(true);
+    compute(0);
+  }
+  if constexpr (kMany) {
+    const int count = CountPresent(p.positions, row, c.t);
+    each_channel([&](int own, int i) {
+      const TokenInputs<T> inputs = InputsOf<T>(c, p, sizes, row, channels[own]);
+      if (i < c.p) WriteSlots(convolution, channels[own], inputs, c.t, count);
+    });
   }
 }
 
-// Normalizes one group of one row, and writes the past inputs of its B and C.
+// Normalizes one group of one token. For the first token of a row, it also writes the past inputs
+// of the B and C of the group.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     FinishMamba2(const Mamba2StepCall c, const Mamba2StepBuffers p) {
   __shared__ float squares[kThreads / 32];
   const Sizes sizes(c);
   const int thread = threadIdx.x, group = blockIdx.x % c.groups;
-  const int64_t row = blockIdx.x / c.groups;
-  const bool present = p.positions[row] < kPaddingPosition;
-  const Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row);
-  const T* projected = static_cast<const T*>(p.projected) + row * sizes.row;
-  const bool is_channel = thread < 2 * c.n;
-  int32_t channel = 0;
+  const int64_t index = blockIdx.x / c.groups, row = index / c.t;
+  const bool writes = index == row * c.t && thread < 2 * c.n;
+  const bool many = p.kept != nullptr;
+  const int32_t channel = writes ? FindChannel(c, sizes, 0, group, c.p + thread) : 0;
+  const TokenInputs<T> inputs = InputsOf<T>(c, p, sizes, row, channel);
+  Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row, 0);
+  const bool present = !many && p.positions[row] < kPaddingPosition;
   Window<T> window = {};
-  if (is_channel) {
-    channel = FindChannel(c, sizes, 0, group, c.p + thread);
-    window = LoadWindow(convolution, channel, projected[sizes.inner + channel]);
-  }
+  if (writes && !many) window = LoadWindow(convolution, channel, *inputs.first);
   WaitForPrecedingKernel();
   StartNextKernel();
-  if (is_channel && present) Advance(convolution, channel, window);
+  if (writes && many) {
+    convolution.kept = KeptSlot(p.kept, row, c.w);
+    WriteSlots(convolution, channel, inputs, c.t, CountPresent(p.positions, row, c.t));
+  } else if (writes && present) {
+    Advance(convolution, channel, window);
+  }
 
   const int32_t width = sizes.inner / c.groups;
-  const float* gated = p.gated + row * sizes.inner + group * width;
+  const float* gated = p.gated + index * sizes.inner + group * width;
   float square = 0.0f;
 #pragma unroll 4
   for (int32_t i = thread; i < width; i += kThreads) square += gated[i] * gated[i];
@@ -217,27 +282,28 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kThreads / 32; ++i) sum += squares[i];
   const float scale = ReciprocalRoot(sum / static_cast<float>(width) + c.eps);
-  T* y = static_cast<T*>(p.y) + row * sizes.inner + group * width;
+  T* y = static_cast<T*>(p.y) + index * sizes.inner + group * width;
 #pragma unroll 4
   for (int32_t i = thread; i < width; i += kThreads) {
     y[i] = FromFloat<T>(gated[i] * scale * p.norm[group * width + i]);
   }
 }
 
-template <typename T>
+template <typename T, bool kMany>
 cudaError_t LaunchMamba2StepOf(cudaStream_t stream, const Mamba2StepCall& c,
                                const Mamba2StepBuffers& p) {
   constexpr int kUsualRows = kUsualP * kUsualN / 4 / kThreads;
   constexpr int kMostRows = kMaxWidth * kMaxWidth / 4 / kThreads;
   const bool usual = c.p == kUsualP && c.n == kUsualN;
-  const bool early = c.state_is_unchanged && MayOverlap(Mamba2Step<T, true, kUsualRows, true>) &&
+  const bool early = c.state_is_unchanged &&
+                     MayOverlap(Mamba2Step<T, true, kUsualRows, true, kMany>) &&
                      c.b * c.heads <= MultiprocessorCount();
-  const auto kernel = !usual  ? Mamba2Step<T, false, kMostRows, false>
-                      : early ? Mamba2Step<T, true, kUsualRows, true>
-                              : Mamba2Step<T, true, kUsualRows, false>;
+  const auto kernel = !usual  ? Mamba2Step<T, false, kMostRows, false, kMany>
+                      : early ? Mamba2Step<T, true, kUsualRows, true, kMany>
+                              : Mamba2Step<T, true, kUsualRows, false, kMany>;
   const dim3 grid(static_cast<unsigned>(c.b * c.heads));
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchWide(stream, grid, kThreads, 0, true, kernel, c, p));
-  const dim3 blocks(static_cast<unsigned>(c.b * c.groups));
+  const dim3 blocks(static_cast<unsigned>(c.b * c.t * c.groups));
   return LaunchWide(stream, blocks, kThreads, 0, true, FinishMamba2<T>, c, p);
 }
 
@@ -246,7 +312,9 @@ cudaError_t LaunchMamba2StepOf(cudaStream_t stream, const Mamba2StepCall& c,
 cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,
                              const Mamba2StepBuffers& buffers) {
   return CallWithType(call.type, [&](auto type) {
-    return LaunchMamba2StepOf<decltype(type)>(stream, call, buffers);
+    using T = decltype(type);
+    return buffers.kept == nullptr ? LaunchMamba2StepOf<T, false>(stream, call, buffers)
+                                   : LaunchMamba2StepOf<T, true>(stream, call, buffers);
   });
 }
 

@@ -39,18 +39,44 @@ __device__ __forceinline__ float SumOfWarp(float value) {
 // reads the earlier inputs one after the other.
 constexpr int kWindow = 4;
 
+// Returns the slot of the states from which a row goes on. A wrong number reads no other row.
+__device__ __forceinline__ int32_t KeptSlot(const int32_t* kept, int64_t row, int32_t w) {
+  return kept == nullptr ? 0 : max(0, min(kept[row], w - 1));
+}
+
 // A short causal convolution for the tokens of one row. Each channel has `taps` - 1 past inputs,
 // the oldest first.
 template <typename T>
 struct Convolution {
-  T* past;               // [taps - 1, channels]
+  T* slots;              // [w, taps - 1, channels]: the past inputs in each slot
   const float* weights;  // [channels, taps]; the last one is that of the newest input
   int32_t channels, taps;
+  int32_t kept;  // the slot before the first token
 
-  __device__ __forceinline__ T* Past(int slot, int32_t channel) const {
-    return past + static_cast<int64_t>(slot) * channels + channel;
+  // Returns the place of input `index` of a slot.
+  __device__ __forceinline__ T* Slot(int slot, int index, int32_t channel) const {
+    return slots + (static_cast<int64_t>(slot) * (taps - 1) + index) * channels + channel;
+  }
+  __device__ __forceinline__ T* Past(int index, int32_t channel) const {
+    return Slot(kept, index, channel);
   }
 };
+
+// The inputs of one channel in the tokens of a row.
+template <typename T>
+struct TokenInputs {
+  const T* first;
+  int32_t stride;  // from a token to the next one
+};
+
+// Returns an input of a channel: `index` counts from the oldest past one on, over all tokens.
+template <typename T>
+__device__ __forceinline__ T InputAt(const Convolution<T>& c, int32_t channel,
+                                     const TokenInputs<T>& tokens, int index) {
+  const int token = index - (c.taps - 1);
+  return token < 0 ? *c.Past(index, channel)
+                   : tokens.first[static_cast<int64_t>(token) * tokens.stride];
+}
 
 // The newest inputs of a channel, the newest one first, and their weights.
 template <typename T>
@@ -83,14 +109,16 @@ __device__ __forceinline__ void PrefetchWindow(const Convolution<T>& c, int32_t 
   }
 }
 
-// Returns the sum over all taps, from the oldest on.
+// Returns the sum over all taps for token `token`, from the oldest tap on.
 template <typename T>
 __device__ __forceinline__ float Convolve(const Convolution<T>& c, int32_t channel,
-                                          const Window<T>& window) {
+                                          const Window<T>& window, const TokenInputs<T>& tokens,
+                                          int token) {
   float sum = 0.0f;
 #pragma unroll 1
   for (int tap = 0; tap < c.taps - kWindow; ++tap) {
-    sum += ToFloat(*c.Past(tap, channel)) * c.weights[static_cast<int64_t>(channel) * c.taps + tap];
+    sum += ToFloat(InputAt(c, channel, tokens, token + tap)) *
+           c.weights[static_cast<int64_t>(channel) * c.taps + tap];
   }
 #pragma unroll
   for (int back = kWindow - 1; back >= 0; --back) {
@@ -99,7 +127,7 @@ __device__ __forceinline__ float Convolve(const Convolution<T>& c, int32_t chann
   return sum;
 }
 
-// Moves the past of a channel on by one token. No other thread may still have to read it.
+// Moves the past of a channel on by one token, in place. No other thread may still have to read it.
 template <typename T>
 __device__ __forceinline__ void Advance(const Convolution<T>& c, int32_t channel,
                                         const Window<T>& window) {
@@ -111,6 +139,40 @@ __device__ __forceinline__ void Advance(const Convolution<T>& c, int32_t channel
   for (int back = kWindow - 2; back >= 0; --back) {
     if (back < c.taps - 1) *c.Past(c.taps - 2 - back, channel) = window.inputs[back];
   }
+}
+
+// Makes room for the input of the next token.
+template <typename T>
+__device__ __forceinline__ void Shift(Window<T>& window) {
+#pragma unroll
+  for (int back = kWindow - 1; back > 0; --back) window.inputs[back] = window.inputs[back - 1];
+}
+
+// Writes the past of a channel after each of t tokens to slots 0 to t - 1. Tokens from `present` on
+// are padding. No other thread may still have to read the past. The slot that has it comes last.
+template <typename T>
+__device__ __forceinline__ void WriteSlots(const Convolution<T>& c, int32_t channel,
+                                           const TokenInputs<T>& tokens, int t, int present) {
+  const auto write = [&](int slot) {
+    const int first = min(slot + 1, present);
+#pragma unroll 1
+    for (int i = 0; i < c.taps - 1; ++i) {
+      *c.Slot(slot, i, channel) = InputAt(c, channel, tokens, first + i);
+    }
+  };
+#pragma unroll 1
+  for (int slot = 0; slot < t; ++slot) {
+    if (slot != c.kept) write(slot);
+  }
+  if (c.kept < t) write(c.kept);
+}
+
+// Returns how many tokens of a row are no padding, which follows all others.
+__device__ __forceinline__ int CountPresent(const int32_t* positions, int64_t row, int t) {
+  int count = 0;
+#pragma unroll 1
+  for (int token = 0; token < t; ++token) count += positions[row * t + token] < kPaddingPosition;
+  return count;
 }
 
 // Where a kernel on compute capability 9.0 or later was launched in clusters, these two functions

@@ -28,7 +28,7 @@ from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.recurrent.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.ops.recurrent.steps import gated_delta_step
-from jax_nvfp4_moe.ops.state_window import run_tokens
+from jax_nvfp4_moe.ops.state_window import StateWindow, run_recurrence
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -146,42 +146,33 @@ class GatedDeltaNet(HeadParallel):
         Tokens at positions of `PADDING` or more do not change the entries. They must follow all
         other tokens of their row.
         """
-        projected, rates = self._project(x, positions)
+        projected, rates = self._project(x, positions, entries)
         rule = functools.partial(
             gated_delta_rule, normalize=True, dtype=self.dtype, target=self.target
         )
         convolution = functools.partial(causal_convolution, target=self.target)
-        prompt = functools.partial(mix_gated_delta, rule=rule, convolution=convolution)
-
-        def run(projected, rates, positions, old):
-            step = functools.partial(gated_delta_step, rates=rates, target=self.target)
-            y, inputs, state = (step if positions.shape[1] == 1 else prompt)(
-                projected,
-                positions,
-                old["inputs"],
-                old["state"],
-                conv_weight=self.conv_weight.get_value()[:, 0],
-                A_log=self.A_log.get_value(),
-                dt_bias=self.dt_bias.get_value(),
-                norm=self.norm.get_value(),
-                interleaved=self.interleaved,
-                eps=self.sizes.eps,
-            )
-            return y, {"inputs": inputs, "state": state}
-
-        start = functools.partial(self._start, len(positions))
-        y, entries = run_tokens(run, entries, start, projected, rates, positions)
+        options = {
+            "conv_weight": self.conv_weight.get_value()[:, 0],
+            "A_log": self.A_log.get_value(),
+            "dt_bias": self.dt_bias.get_value(),
+            "norm": self.norm.get_value(),
+            "interleaved": self.interleaved,
+            "eps": self.sizes.eps,
+        }
+        step = functools.partial(gated_delta_step, rates=rates, target=self.target, **options)
+        prompt = functools.partial(mix_gated_delta, rule=rule, convolution=convolution, **options)
+        y, entries = run_recurrence(step, prompt, projected, positions, entries, self._start)
         return self.out_proj(pack_like(y, positions, x)), entries
 
-    def _project(self, x, positions):
+    def _project(self, x, positions, entries):
         """Return the projected tokens, and their rates and steps if they come apart, or None.
 
         Many checkpoints leave the small projections of rates and steps unquantized, so that a
         product of their own computes them. To join the results would take a kernel in each step.
         """
         whole = self.projections  # a user may have wrapped it, for example in nnx.LoRA
-        merged = isinstance(whole, MergedLinear) and positions.shape[1] == 1
-        if merged and whole.names[1:] in (("b_a",), ("ba",)):
+        few = positions.shape[1] == 1 or isinstance(entries, StateWindow)
+        if isinstance(whole, MergedLinear) and few and whole.names[1:] in (("b_a",), ("ba",)):
             return tuple(unpack(part, positions) for part in whole.apart(x))
         return unpack(whole(x), positions), None
 

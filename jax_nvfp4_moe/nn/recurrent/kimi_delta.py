@@ -28,7 +28,7 @@ from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.recurrent.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.ops.recurrent.steps import kimi_delta_step
-from jax_nvfp4_moe.ops.state_window import run_tokens
+from jax_nvfp4_moe.ops.state_window import run_recurrence
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -139,20 +139,15 @@ class KimiDelta(HeadParallel):
         convolution = functools.partial(causal_convolution, target=self.target)
         by_chunks = {"rule": rule, "convolution": convolution}
 
-        def run(projected, decays, gates, rates, positions, old):
-            kept = positions, old["inputs"], old["state"]
-            if positions.shape[1] == 1:
-                step = functools.partial(kimi_delta_step, target=self.target)
-                tokens = projected, decays, gates, *kept
-                y, inputs, state = step(*tokens, rates=rates, **weights, **options)
-            else:
-                tokens = projected, *kept, decays, gates, rates
-                y, inputs, state = mix_kimi_delta(*tokens, **weights, **options, **by_chunks)
-            return y, {"inputs": inputs, "state": state}
+        def step(projected, *tokens, kept=None):
+            how = {"kept": kept, "rates": rates, "target": self.target, **weights, **options}
+            return kimi_delta_step(projected, decays, gates, *tokens, **how)
 
-        start = functools.partial(self._start, len(positions))
-        tokens = projected, decays, gates, rates, positions
-        y, entries = run_tokens(run, entries, start, *tokens)
+        def prompt(projected, positions, inputs, state):
+            tokens = projected, positions, inputs, state, decays, gates, rates
+            return mix_kimi_delta(*tokens, **weights, **options, **by_chunks)
+
+        y, entries = run_recurrence(step, prompt, projected, positions, entries, self._start)
         return self.out_proj(pack_like(y, positions, x)), entries
 
     def _project(self, x, positions):

@@ -31,7 +31,7 @@ from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.recurrent.mamba2 import mix_mamba2
 from jax_nvfp4_moe.ops.recurrent.mamba2_scan import mamba2_scan
 from jax_nvfp4_moe.ops.recurrent.steps import mamba2_step
-from jax_nvfp4_moe.ops.state_window import run_tokens
+from jax_nvfp4_moe.ops.state_window import run_recurrence
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -144,34 +144,25 @@ class Mamba2(HeadParallel):
         """
         config = self.config
         bias = None if self.conv_bias is None else self.conv_bias.get_value()
-        step = functools.partial(mamba2_step, target=self.target)
+        options = {
+            "conv_weight": self.conv_weight.get_value()[:, 0],
+            "conv_bias": bias,
+            "A_log": self.A_log.get_value(),
+            "dt_bias": self.dt_bias.get_value(),
+            "D": self.D.get_value(),
+            "norm": self.norm.get_value(),
+            "activation": self.activation,
+            "step_limits": config.step_limits,
+            "eps": config.eps,
+        }
+        step = functools.partial(mamba2_step, target=self.target, **options)
         convolution = None
         if self.activation == find_activation("silu_no_mul"):
             convolution = functools.partial(causal_convolution, target=self.target)
         scan = functools.partial(mamba2_scan, dtype=self.dtype, target=self.target)
-        prompt = functools.partial(mix_mamba2, scan=scan, convolution=convolution)
-
-        def run(projected, positions, old):
-            y, conv, state = (step if positions.shape[1] == 1 else prompt)(
-                projected,
-                positions,
-                old["conv"],
-                old["state"],
-                conv_weight=self.conv_weight.get_value()[:, 0],
-                conv_bias=bias,
-                A_log=self.A_log.get_value(),
-                dt_bias=self.dt_bias.get_value(),
-                D=self.D.get_value(),
-                norm=self.norm.get_value(),
-                activation=self.activation,
-                step_limits=config.step_limits,
-                eps=config.eps,
-            )
-            return y, {"conv": conv, "state": state}
-
-        start = functools.partial(self._start, len(positions))
-        projected = unpack(self.in_proj(x), positions)
-        y, entries = run_tokens(run, entries, start, projected, positions)
+        prompt = functools.partial(mix_mamba2, scan=scan, convolution=convolution, **options)
+        tokens = unpack(self.in_proj(x), positions), positions
+        y, entries = run_recurrence(step, prompt, *tokens, entries, self._start, self.states)
         return self.out_proj(pack_like(y, positions, x)), entries
 
 

@@ -1,6 +1,9 @@
-"""Ops that decode one token with a recurrent mixer: all that lies between its two projections."""
+"""Ops that decode few tokens with a recurrent mixer: all that lies between its two projections.
 
-import math
+A row has one token and one state, or a window of tokens and the states after each of them, as
+decoding with drafts needs them (`ops.state_window`).
+"""
+
 from collections.abc import Sequence
 
 import jax
@@ -12,7 +15,7 @@ from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
 from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 from jax_nvfp4_moe.backends.record import CUDA, Backend, Kernel
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
-from jax_nvfp4_moe.ops.checks import check_floats, check_shapes
+from jax_nvfp4_moe.ops.checks import check_axes, check_floats, check_integers, check_shapes
 from jax_nvfp4_moe.ops.documentation import public_op
 from jax_nvfp4_moe.ops.positions import narrow_positions
 from jax_nvfp4_moe.ops.recurrent.gated_delta import mix_gated_delta
@@ -20,27 +23,29 @@ from jax_nvfp4_moe.ops.recurrent.kernel_limits import STATES
 from jax_nvfp4_moe.ops.recurrent.kimi_delta import mix_kimi_delta
 from jax_nvfp4_moe.ops.recurrent.mamba2 import mix_mamba2
 from jax_nvfp4_moe.ops.running import run
+from jax_nvfp4_moe.ops.state_window import over_window
 from jax_nvfp4_moe.scheme import Target
 
 
 @public_op
 def gated_delta_step(
-    projected: Float[Array, "b 1 n"],
-    positions: Int[Array, "b 1"],
-    inputs: Float[Array, "b taps-1 c"],
-    state: Float[Array, "b m r d e"],
+    projected: Float[Array, "b t n"],
+    positions: Int[Array, "b t"],
+    inputs: Float[Array, "b *w taps-1 c"],
+    state: Float[Array, "b *w m r d e"],
     *,
     conv_weight: Float[Array, "c taps"],
     A_log: Float[Array, " heads"],
     dt_bias: Float[Array, " heads"],
     norm: Float[Array, " e"],
-    rates: Float[Array, "b 1 k"] | None = None,
+    rates: Float[Array, "b t k"] | None = None,
     interleaved: bool = False,
     eps: float = 1e-6,
+    kept: Int[Array, " b"] | None = None,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
-) -> tuple[Float[Array, "b 1 h"], Float[Array, "b taps-1 c"], Float[Array, "b m r d e"]]:
-    """Decode one token of each row with a gated delta net, without its two projections.
+) -> tuple[Float[Array, "b t h"], Float[Array, "b *w taps-1 c"], Float[Array, "b *w m r d e"]]:
+    """Decode few tokens of each row with a gated delta net, without its two projections.
 
     ::
 
@@ -54,10 +59,10 @@ def gated_delta_step(
     of the old ones if those are donated or carried by a loop.
 
     Args:
-      projected: the projected token of each of b rows, ``[b, 1, n]``, bfloat16, float16 or float32.
+      projected: t projected tokens of each of b rows, ``[b, t, n]``, bfloat16, float16 or float32.
         It has q of m heads, k of m heads, v and z of ``m * r`` heads, and one rate and one step for
         each of these: ``n = 2 m d + 2 m r e + 2 m r``.
-      positions: position of each token, integers ``[b, 1]``. A token at position 2**30 or after it
+      positions: position of each token, integers ``[b, t]``. A token at position 2**30 or after it
         is padding: it changes neither `inputs` nor `state`, and its result is undefined.
       inputs: last inputs of the convolution, ``[b, taps - 1, c]``, the oldest first, where
         ``c = 2 m d + m r e`` counts all q, then all k, then all v. Zeros before the first token.
@@ -67,16 +72,20 @@ def gated_delta_step(
       A_log: logarithm of the rate of decay, float32 ``[m r]``.
       dt_bias: bias of the step, float32 ``[m r]``.
       norm: weight of the norm, float32 ``[e]``.
-      rates: the rates and steps ``[b, 1, 2 m r]`` in the dtype of `projected`, if another product
+      rates: the rates and steps ``[b, t, 2 m r]`` in the dtype of `projected`, if another product
         made them. `projected` then ends after z. None (default) if they are in `projected`.
       interleaved: order of `projected`. False (default): all q, all k, all v, all z, all rates, all
         steps. True: key head by key head with its q, k, v and z, and then key head by key head with
         its rates and steps.
       eps: epsilon of the norm, 1e-6 by default.
+      kept: int32 ``[b]``: for t tokens of each row, the index of the state from which each row goes
+        on. `inputs` and `state` then have an axis of ``w >= t`` states behind the rows, and so have
+        the results: the states after the tokens take its first t places. None (default) for t = 1
+        and a single state.
       target, backend: where the op runs, and which kernel runs it.
 
     Returns:
-      A tuple ``(y, inputs, state)``: y ``[b, 1, m r e]`` in the dtype of `inputs`, and the new
+      A tuple ``(y, inputs, state)``: y ``[b, t, m r e]`` in the dtype of `inputs`, and the new
       `inputs` and `state`. Gradients flow to all float arguments, in plain XLA.
 
     Raises:
@@ -98,22 +107,21 @@ def gated_delta_step(
     Source:
       arXiv:2412.06464; `modeling_qwen3_next` of transformers for the details.
     """
-    if state.ndim != 5:
-        raise ValueError(f"state: expected shape [b, m, r, d, e], got {state.shape}")
-    (b, m, _, d, e), heads = state.shape, state.shape[1] * state.shape[2]
+    (b, t), states, (m, r, d, e) = _check_states(projected, state, kept, "m, r, d, e")
+    heads = m * r
     channels, taps = 2 * m * d + heads * e, conv_weight.shape[-1]
     check_floats(projected=projected, inputs=inputs)
     last = 2 * heads if rates is None else 0
-    if rates is not None and (rates.shape, rates.dtype) != ((b, 1, 2 * heads), projected.dtype):
+    if rates is not None and (rates.shape, rates.dtype) != ((b, t, 2 * heads), projected.dtype):
         raise ValueError(
-            f"rates: expected {projected.dtype.name} {(b, 1, 2 * heads)}, or None; got "
+            f"rates: expected {projected.dtype.name} {(b, t, 2 * heads)}, or None; got "
             f"{rates.dtype.name} {rates.shape}"
         )
     check_shapes(
         {
-            "projected": (projected, (b, 1, channels + heads * e + last)),
-            "positions": (positions, (b, 1)),
-            "inputs": (inputs, (b, taps - 1, channels)),
+            "projected": (projected, (b, t, channels + heads * e + last)),
+            "positions": (positions, (b, t)),
+            "inputs": (inputs, (*states, taps - 1, channels)),
             "conv_weight": (conv_weight, (channels, taps)),
             "A_log": (A_log, (heads,)),
             "dt_bias": (dt_bias, (heads,)),
@@ -122,31 +130,32 @@ def gated_delta_step(
     )
     weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias, "norm": norm}
     options = {"interleaved": interleaved, "eps": eps}
-    tokens = (projected, narrow_positions(positions), inputs, state, rates)
+    tokens = (projected, narrow_positions(positions), inputs, state, kept, rates)
     how = {"target": target, "backend": backend, "sizes": {"key width": d, "value width": e}}
     return _run("gated_delta_step", tokens, weights, options, how)
 
 
 @public_op
 def kimi_delta_step(
-    projected: Float[Array, "b 1 m"],
-    decays: Float[Array, "b 1 nd"],
-    gates: Float[Array, "b 1 ne"],
-    positions: Int[Array, "b 1"],
-    inputs: Float[Array, "b taps-1 c"],
-    state: Float[Array, "b n d e"],
+    projected: Float[Array, "b t m"],
+    decays: Float[Array, "b t nd"],
+    gates: Float[Array, "b t ne"],
+    positions: Int[Array, "b t"],
+    inputs: Float[Array, "b *w taps-1 c"],
+    state: Float[Array, "b *w n d e"],
     *,
     conv_weight: Float[Array, "c taps"],
     A_log: Float[Array, " n"],
     dt_bias: Float[Array, " nd"],
     norm: Float[Array, " e"],
-    rates: Float[Array, "b 1 n"] | None = None,
+    rates: Float[Array, "b t n"] | None = None,
     lower_bound: float | None = None,
     eps: float = 1e-5,
+    kept: Int[Array, " b"] | None = None,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
-) -> tuple[Float[Array, "b 1 ne"], Float[Array, "b taps-1 c"], Float[Array, "b n d e"]]:
-    """Decode one token of each row with Kimi delta attention, without its projections.
+) -> tuple[Float[Array, "b t ne"], Float[Array, "b *w taps-1 c"], Float[Array, "b *w n d e"]]:
+    """Decode few tokens of each row with Kimi delta attention, without its projections.
 
     Each channel of the keys has a decay of its own::
 
@@ -161,11 +170,11 @@ def kimi_delta_step(
     the old ones if those are donated or carried by a loop.
 
     Args:
-      projected: the projected token of each of b rows, ``[b, 1, m]``, bfloat16, float16 or float32:
+      projected: t projected tokens of each of b rows, ``[b, t, m]``, bfloat16, float16 or float32:
         q, k and v of n heads, and one rate for each head, ``m = n (2 d + e + 1)``.
-      decays: what the decays come from, ``[b, 1, n d]`` in the dtype of `projected`.
-      gates: gates of the results, ``[b, 1, n e]`` in the dtype of `projected`.
-      positions: position of each token, integers ``[b, 1]``. A token at position 2**30 or after it
+      decays: what the decays come from, ``[b, t, n d]`` in the dtype of `projected`.
+      gates: gates of the results, ``[b, t, n e]`` in the dtype of `projected`.
+      positions: position of each token, integers ``[b, t]``. A token at position 2**30 or after it
         is padding: it changes neither `inputs` nor `state`, and its result is undefined.
       inputs: last inputs of the convolution, ``[b, taps - 1, c]``, the oldest first, where
         ``c = n (2 d + e)`` counts all q, then all k, then all v. Zeros before the first token.
@@ -175,14 +184,18 @@ def kimi_delta_step(
       A_log: logarithm of the rate of decay, float32 ``[n]``.
       dt_bias: bias of the decays, float32 ``[n d]``.
       norm: weight of the norm, float32 ``[e]``.
-      rates: the rates ``[b, 1, n]`` in the dtype of `projected`, if another product made them.
+      rates: the rates ``[b, t, n]`` in the dtype of `projected`, if another product made them.
         `projected` then ends after v. None (default) if they are in `projected`.
       lower_bound: smallest logarithm of a decay, a negative number. None (default) for none.
       eps: epsilon of the norm, 1e-5 by default.
+      kept: int32 ``[b]``: for t tokens of each row, the index of the state from which each row goes
+        on. `inputs` and `state` then have an axis of ``w >= t`` states behind the rows, and so have
+        the results: the states after the tokens take its first t places. None (default) for t = 1
+        and a single state.
       target, backend: where the op runs, and which kernel runs it.
 
     Returns:
-      A tuple ``(y, inputs, state)``: y ``[b, 1, n e]`` in the dtype of `inputs`, and the new
+      A tuple ``(y, inputs, state)``: y ``[b, t, n e]`` in the dtype of `inputs`, and the new
       `inputs` and `state`. Gradients flow to all float arrays, in plain XLA.
 
     Raises:
@@ -204,16 +217,14 @@ def kimi_delta_step(
     Source:
       arXiv:2510.26692; `modeling_kimi_linear` of transformers for the details.
     """
-    if state.ndim != 4:
-        raise ValueError(f"state: expected shape [b, n, d, e], got {state.shape}")
-    b, n, d, e = state.shape
+    (b, t), states, (n, d, e) = _check_states(projected, state, kept, "n, d, e")
     channels, taps = n * (2 * d + e), conv_weight.shape[-1]
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound: expected a negative number or None, got {lower_bound}")
     check_floats(projected=projected, inputs=inputs)
-    parts = {"decays": (decays, (b, 1, n * d)), "gates": (gates, (b, 1, n * e))}
+    parts = {"decays": (decays, (b, t, n * d)), "gates": (gates, (b, t, n * e))}
     if rates is not None:
-        parts["rates"] = rates, (b, 1, n)
+        parts["rates"] = rates, (b, t, n)
     for name, (array, shape) in parts.items():
         if (array.shape, array.dtype) != (shape, projected.dtype):
             raise ValueError(
@@ -222,9 +233,9 @@ def kimi_delta_step(
             )
     check_shapes(
         {
-            "projected": (projected, (b, 1, channels + (n if rates is None else 0))),
-            "positions": (positions, (b, 1)),
-            "inputs": (inputs, (b, taps - 1, channels)),
+            "projected": (projected, (b, t, channels + (n if rates is None else 0))),
+            "positions": (positions, (b, t)),
+            "inputs": (inputs, (*states, taps - 1, channels)),
             "conv_weight": (conv_weight, (channels, taps)),
             "A_log": (A_log, (n,)),
             "dt_bias": (dt_bias, (n * d,)),
@@ -233,17 +244,17 @@ def kimi_delta_step(
     )
     weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias, "norm": norm}
     options = {"lower_bound": lower_bound, "eps": eps}
-    tokens = (projected, narrow_positions(positions), inputs, state, decays, gates, rates)
+    tokens = (projected, narrow_positions(positions), inputs, state, kept, decays, gates, rates)
     how = {"target": target, "backend": backend, "sizes": {"key width": d, "value width": e}}
     return _run("kimi_delta_step", tokens, weights, options, how)
 
 
 @public_op
 def mamba2_step(
-    projected: Float[Array, "b 1 m"],
-    positions: Int[Array, "b 1"],
-    inputs: Float[Array, "b taps-1 c"],
-    state: Float[Array, "b h p n"],
+    projected: Float[Array, "b t m"],
+    positions: Int[Array, "b t"],
+    inputs: Float[Array, "b *w taps-1 c"],
+    state: Float[Array, "b *w h p n"],
     *,
     conv_weight: Float[Array, "c taps"],
     conv_bias: Float[Array, " c"] | None = None,
@@ -254,10 +265,11 @@ def mamba2_step(
     activation: str | ActivationCall = "silu_no_mul",
     step_limits: tuple[float, float] = (0.0, float("inf")),
     eps: float = 1e-5,
+    kept: Int[Array, " b"] | None = None,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
-) -> tuple[Float[Array, "b 1 inner"], Float[Array, "b taps-1 c"], Float[Array, "b h p n"]]:
-    """Decode one token of each row with a Mamba-2 mixer, without its two projections.
+) -> tuple[Float[Array, "b t inner"], Float[Array, "b *w taps-1 c"], Float[Array, "b *w h p n"]]:
+    """Decode few tokens of each row with a Mamba-2 mixer, without its two projections.
 
     ::
 
@@ -271,9 +283,9 @@ def mamba2_step(
     the old ones if those are donated or carried by a loop.
 
     Args:
-      projected: the projected token of each of b rows, ``[b, 1, m]``, bfloat16, float16 or float32:
+      projected: t projected tokens of each of b rows, ``[b, t, m]``, bfloat16, float16 or float32:
         z of h heads, x of h heads, B of g groups, C of g groups, and one step for each head.
-      positions: position of each token, integers ``[b, 1]``. A token at position 2**30 or after it
+      positions: position of each token, integers ``[b, t]``. A token at position 2**30 or after it
         is padding: it changes neither `inputs` nor `state`, and its result is undefined.
       inputs: last inputs of the convolution, ``[b, taps - 1, c]``, the oldest first, where
         ``c = h p + 2 g n``. Zeros before the first token.
@@ -289,10 +301,14 @@ def mamba2_step(
         `find_activation`. It must not be gated.
       step_limits: smallest and largest dt, 0 and infinity by default.
       eps: epsilon of the norm, 1e-5 by default.
+      kept: int32 ``[b]``: for t tokens of each row, the index of the state from which each row goes
+        on. `inputs` and `state` then have an axis of ``w >= t`` states behind the rows, and so have
+        the results: the states after the tokens take its first t places. None (default) for t = 1
+        and a single state.
       target, backend: where the op runs, and which kernel runs it.
 
     Returns:
-      A tuple ``(y, inputs, state)``: y ``[b, 1, h p]`` in the dtype of `inputs`, and the new
+      A tuple ``(y, inputs, state)``: y ``[b, t, h p]`` in the dtype of `inputs`, and the new
       `inputs` and `state`. Gradients flow to all float arguments, in plain XLA.
 
     Raises:
@@ -314,9 +330,7 @@ def mamba2_step(
     Source:
       arXiv:2405.21060; `modeling_nemotron_h` of transformers for the details.
     """
-    if state.ndim != 4:
-        raise ValueError(f"state: expected shape [b, h, p, n], got {state.shape}")
-    b, heads, p, n = state.shape
+    (b, t), states, (heads, p, n) = _check_states(projected, state, kept, "h, p, n")
     (channels, taps), inner = conv_weight.shape, heads * p
     groups, rest = divmod(channels - inner, 2 * n)
     if groups < 1 or rest or heads % groups:
@@ -329,9 +343,9 @@ def mamba2_step(
         raise ValueError(f"activation: expected one that is not gated, got {call.name!r}")
     check_floats(projected=projected, inputs=inputs)
     arrays = {
-        "projected": (projected, (b, 1, inner + channels + heads)),
-        "positions": (positions, (b, 1)),
-        "inputs": (inputs, (b, taps - 1, channels)),
+        "projected": (projected, (b, t, inner + channels + heads)),
+        "positions": (positions, (b, t)),
+        "inputs": (inputs, (*states, taps - 1, channels)),
         "A_log": (A_log, (heads,)),
         "dt_bias": (dt_bias, (heads,)),
         "D": (D, (heads,)),
@@ -342,39 +356,64 @@ def mamba2_step(
     weights = {"conv_weight": conv_weight, "conv_bias": conv_bias, "A_log": A_log}
     weights |= {"dt_bias": dt_bias, "D": D, "norm": norm}
     options = {"activation": call, "step_limits": step_limits, "eps": eps}
-    tokens = (projected, narrow_positions(positions), inputs, state)
+    tokens = (projected, narrow_positions(positions), inputs, state, kept)
     how = {"target": target, "backend": backend, "sizes": {"head width": p, "state width": n}}
     return _run("mamba2_step", tokens, weights, options, how)
 
 
+def _check_states(projected, state, kept, sizes):
+    """Check the number of tokens and of states; `sizes` names the sizes of a state.
+
+    Returns:
+      The rows and their tokens, the axes in front of a state, and its sizes.
+    """
+    check_axes("projected", projected, "b, t, n")
+    front, count = ("b", 1) if kept is None else ("b, w", 2)
+    if state.ndim != count + len(sizes.split(",")):
+        raise ValueError(f"state: expected shape [{front}, {sizes}], got {state.shape}")
+    states, b, t = state.shape[:count], state.shape[0], projected.shape[1]
+    if kept is not None:
+        check_integers("kept", kept, (b,))
+    if kept is None and t != 1:
+        raise ValueError(f"projected: expected one token of each row, or `kept`; got {t} tokens")
+    if kept is not None and not 1 <= t <= states[1]:
+        raise ValueError(
+            f"projected: expected 1 to {states[1]} tokens of each row, as many as there are states "
+            f"{state.shape}; got {t}"
+        )
+    return (b, t), states, state.shape[count:]
+
+
 def _run(op, tokens, weights, options, how):
     """Run an op; `how` has the target, the requested backend, and the widths of a state."""
-    tokens = (*tokens[:3], tokens[3].astype(jnp.float32), *tokens[4:])
+    projected, positions, inputs, state, kept, *apart = tokens
+    kept = None if kept is None else kept.astype(jnp.int32)
+    tokens = (projected, positions, inputs, state.astype(jnp.float32), kept, *apart)
     weights = jax.tree.map(lambda value: value.astype(jnp.float32), weights)
     rows = "b, " * len(tokens) + "- -> b, b, b"
-    dtype = tokens[2].dtype.name
+    dtype = inputs.dtype.name
     return run(op, tokens, rows, named=weights, options=options, dtype=dtype, **how)
 
 
 def _lower_delta_step(ffi_target, *tokens, conv_weight, A_log, dt_bias, norm, interleaved, eps):
     """Lower `gated_delta_step` to its FFI target."""
-    *tokens, state, rates = tokens
+    *tokens, rates = tokens
     operands = conv_weight, A_log, dt_bias, norm, _cast(rates, tokens)
-    width = math.prod(state.shape[1:3]) * state.shape[4]
+    m, r, _, e = tokens[3].shape[-4:]
     options = {"interleaved": bool(interleaved), "eps": np.float32(eps)}
-    return _call_in_place(ffi_target, (*tokens, state), operands, width, **options)
+    return _call_in_place(ffi_target, tokens, operands, m * r * e, **options)
 
 
 def _lower_kimi_delta_step(
     ffi_target, *tokens, conv_weight, A_log, dt_bias, norm, lower_bound, eps
 ):
     """Lower `kimi_delta_step` to its FFI target."""
-    *tokens, state, decays, gates, rates = tokens
+    *tokens, decays, gates, rates = tokens
     apart = (_cast(x, tokens) for x in (rates, decays, gates))
     operands = conv_weight, A_log, dt_bias, norm, *apart
     options = {"lower_bound": np.float32(lower_bound or 0.0), "eps": np.float32(eps)}
-    width = state.shape[1] * state.shape[3]
-    return _call_in_place(ffi_target, (*tokens, state), operands, width, **options)
+    n, _, e = tokens[3].shape[-3:]
+    return _call_in_place(ffi_target, tokens, operands, n * e, **options)
 
 
 def _lower_mamba2_step(ffi_target, *tokens, activation, step_limits, eps, **weights):
@@ -383,13 +422,13 @@ def _lower_mamba2_step(ffi_target, *tokens, activation, step_limits, eps, **weig
         weights["conv_bias"] = jnp.zeros(0, jnp.float32)
     names = "conv_weight", "conv_bias", "A_log", "dt_bias", "D", "norm"
     operands = [weights[name] for name in names]
-    b, heads, p, n = tokens[3].shape
+    (b, t), (heads, p, n) = tokens[1].shape, tokens[3].shape[-3:]
     return _call_in_place(
         ffi_target,
         tokens,
         operands,
         heads * p,
-        [scratch(workspace_bytes_of_rows(ffi_target, b, heads, p))],
+        [scratch(workspace_bytes_of_rows(ffi_target, b * t, heads, p))],
         activation=activation.name,
         alpha=np.float32(activation.alpha),
         limit=np.float32(activation.limit),
@@ -411,19 +450,24 @@ def _call_in_place(ffi_target, tokens, operands, width, more=(), **attributes):
 
     Args:
       ffi_target: name of the target.
-      tokens: the projected tokens, their positions, the last inputs and the state.
+      tokens: the projected tokens, their positions, the last inputs, the state, and which state is
+        kept; None for that if there is one.
       operands: the other operands of the kernel, which stand behind the positions.
       width: width of y, which has the dtype of the inputs.
       more: further results, which are not returned.
       **attributes: attributes of the call.
     """
-    projected, positions, inputs, state = tokens
-    y = jax.ShapeDtypeStruct((state.shape[0], 1, width), inputs.dtype)
-    first = 2 + len(operands)
+    projected, positions, inputs, state, kept = tokens
+    only = kept is None
+    if only:  # for the kernel, one state is a window of one
+        inputs, state, kept = inputs[:, None], state[:, None], jnp.zeros(0, jnp.int32)
+    y = jax.ShapeDtypeStruct((*positions.shape, width), inputs.dtype)
+    first = 3 + len(operands)
     aliases = {first: 1, first + 1: 2}
     call = kernel_call(ffi_target, (y, inputs, state, *more), input_output_aliases=aliases)
     own = projected.astype(inputs.dtype)
-    return tuple(call(own, positions, *operands, inputs, state, **attributes)[:3])
+    y, inputs, state = call(own, positions, *operands, kept, inputs, state, **attributes)[:3]
+    return (y, inputs[:, 0], state[:, 0]) if only else (y, inputs, state)
 
 
 RECURRENT_CUDA = Backend(
@@ -440,7 +484,7 @@ RECURRENT_CUDA = Backend(
 
 BACKENDS = (RECURRENT_CUDA,)
 MEANINGS = {
-    "gated_delta_step": mix_gated_delta,
-    "kimi_delta_step": mix_kimi_delta,
-    "mamba2_step": mix_mamba2,
+    "gated_delta_step": over_window(mix_gated_delta),
+    "kimi_delta_step": over_window(mix_kimi_delta),
+    "mamba2_step": over_window(mix_mamba2),
 }

@@ -6,18 +6,18 @@ import jax.numpy as jnp
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.ops.dense import dense
 
-_WIDTH = 8  # of the input of the layer, and the most rows
+_WIDTH = 16  # of the input of the layer, and the most tokens
 
 
 def lower_behind_layer(step, projected, *rest):
     """Return ``step(projected, *rest)`` as a lowered program, and the operands of that program.
 
-    A linear layer writes `projected`, of up to 8 rows. Row i of its input is one at place i, so
-    that the result has the bits of `projected`.
+    A linear layer writes `projected`, of up to 16 tokens. Token i of its input is one at place i,
+    so that the result has the bits of `projected`.
     """
-    rows, dtype = jnp.asarray(projected)[:, 0], projected.dtype
-    weight = jnp.pad(rows.T, ((0, 0), (0, _WIDTH - rows.shape[0])))
-    x = jnp.eye(rows.shape[0], _WIDTH, dtype=dtype)[:, None]
+    (b, t, n), dtype = projected.shape, projected.dtype
+    weight = jnp.pad(jnp.asarray(projected).reshape(b * t, n).T, ((0, 0), (0, _WIDTH - b * t)))
+    x = jnp.eye(b * t, _WIDTH, dtype=dtype).reshape(b, t, _WIDTH)
 
     def run(x, weight, *rest):
         return step(dense(x, weight, target=Target.current(), dtype=dtype), *rest)

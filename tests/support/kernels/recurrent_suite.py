@@ -164,6 +164,25 @@ def spoiled(weights, name):
     return off
 
 
+TOKENS, STATES = 4, 5  # of a window
+
+
+def many_tokens(projected, positions):
+    """Return the projected tokens of a window, and their positions. The last row ends in it."""
+    projected = np.concatenate([np.roll(projected, i, axis=-1) for i in range(TOKENS)], axis=1)
+    positions = np.repeat(positions, TOKENS, axis=1)
+    if len(positions) > 1:
+        positions[-1, TOKENS // 2 :] = PADDING
+    return projected, positions
+
+
+def window_of(x, kept, seed):
+    """Return a window of states of which `x` is the one at `kept`."""
+    other = np.random.default_rng(seed).normal(size=(len(x), STATES, *x.shape[1:])).astype(x.dtype)
+    other[:, kept] = x
+    return other
+
+
 class StepSuite:
     """A step of a mixer. Subclasses say how to make, to compute and to call it."""
 
@@ -187,6 +206,39 @@ class StepSuite:
     def test_matches_float64(self, run, case, dtype):
         tokens, weights = self.make(case, jnp.dtype(dtype))
         self.check(case, tokens, weights, self.call(run, case, tokens, weights), dtype)
+
+    @pytest.mark.parametrize("kept", [0, 1, 4])
+    def test_a_window_has_the_bits_of_steps(self, run, case, dtype, kept):
+        """A window of tokens goes on from any state, and has the state after each token."""
+        tokens, weights = self.make(case, jnp.dtype(dtype))
+        found = self.call_window(run, case, tokens, weights, kept)
+        y, *states = (np.asarray(x) for x in found)
+        for index, (own, old) in enumerate(zip(states, tokens[2:], strict=True)):
+            assert not own.size or (own[0, 0] != own[0, 1]).any(), "no token changed a state"
+            np.testing.assert_array_equal(own[:, TOKENS:], window_of(old, kept, index)[:, TOKENS:])
+        old = tokens[2:]
+        for token in range(TOKENS):
+            step = *(x[:, token : token + 1] for x in many_tokens(*tokens[:2])), *old
+            weights_then = self.weights_of_token(weights, token)
+            expected, *old = (np.asarray(x) for x in self.call(run, case, step, weights_then))
+            real = step[1][:, 0] < PADDING
+            np.testing.assert_array_equal(y[real, token], expected[real, 0])
+            for own, true in zip(states, old, strict=True):
+                np.testing.assert_array_equal(own[:, token], true)
+
+    def call_window(self, run, case, tokens, weights, kept):
+        """Return the results of a window of `TOKENS` tokens, which goes on from state `kept`."""
+        window = (
+            *many_tokens(*tokens[:2]),
+            *(window_of(x, kept, i) for i, x in enumerate(tokens[2:])),
+        )
+        more = {"kept": np.full(len(tokens[1]), kept, np.int32)}
+        return self.call(run, case, window, self.weights_of_token(weights, slice(None)) | more)
+
+    def weights_of_token(self, weights, token):
+        """Return the weights of a call for a token of a window, or for all with ``slice(None)``."""
+        del token
+        return weights
 
 
 class DeltaStepSuite(StepSuite):
@@ -301,6 +353,16 @@ class KimiStepSuite(StepSuite):
     """The step of Kimi delta attention; `run` also takes `lower_bound` and `eps`."""
 
     make, exact, plain = map(staticmethod, (make_kimi, kimi_in_float64, plain_kimi))
+
+    def weights_of_token(self, weights, token):
+        apart = {name: weights[name] for name in ("decays", "gates", "rates")}
+        each = {
+            name: x if x is None else np.concatenate([x * (1 + i) for i in range(TOKENS)], axis=1)
+            for name, x in apart.items()
+        }
+        if not isinstance(token, slice):
+            token = slice(token, token + 1)
+        return weights | {name: x if x is None else x[:, token] for name, x in each.items()}
 
     def call(self, run, case, tokens, weights):
         projected, positions, inputs, state = tokens
