@@ -3,7 +3,7 @@
     python benchmarks/decode.py [--model qwen3-30b-a3b ...] [--format nvfp4 bfloat16 ...]
         [--cells 1x128 1x32768 16x128 64x1024] [--new 64] [--layers N] [--backend NAME]
         [--fp8-cache] [--llama FOLDER] [--transformers] [--output FILE]
-        [--draft mtp|guess] [--draft-tokens 1 2 3 5 7]
+        [--draft mtp|guess] [--draft-tokens 1 2 3 5 7] [--draft-head exact nvfp4 fp8]
 
 A cell is BATCHxPROMPT. `--format` is that of the linear layers beside the experts; `whole_model.py`
 has the models. With `--fp8-cache`, caches are in FP8 instead of bfloat16. Prompts are run once.
@@ -25,6 +25,8 @@ With `--draft`, steps with drafts are timed in the same cells: "mtp" drafts with
 layers, and "guess" with tokens that take no time, so that a step is that of verifying alone. The
 drafts of random weights are hardly ever right. So the second table has the time of a step, and the
 tokens a second that it gives at published acceptances (`STATED`), which were not measured here.
+With "mtp", `--draft-head` lists the heads that make drafts, as for `load_model`: "exact", or a copy
+in NVFP4 or FP8. By default it is the copy in NVFP4.
 
 `--llama` and `--transformers` time the same cells with llama.cpp and with transformers
 (`model_peers.py`). The table then says how many times as fast as each of them a step is. Writes
@@ -57,6 +59,7 @@ from jax_nvfp4_moe.inference import drafting
 from jax_nvfp4_moe.inference.drafting import Drafting
 from jax_nvfp4_moe.inference.generation import decode, start_decoding
 from jax_nvfp4_moe.inference.sampling import make_sampling
+from jax_nvfp4_moe.models.draft_head import DRAFT_HEADS, set_draft_head
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROUNDS = 5
@@ -222,7 +225,19 @@ class Guess:
         return jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (len(memory), count)), memory
 
 
-def measure_drafts(whole, model, cell, arguments, plain_us) -> list[dict]:
+def measure_drafts(whole, built, cell, arguments, plain_us) -> list[dict]:
+    """Return the time of a step for each head that drafts and each number of drafts."""
+    if arguments.draft != "mtp":
+        return measure_draft_counts(whole, built.model, cell, arguments, plain_us)
+    rows = []
+    for head in arguments.draft_head:
+        set_draft_head(built.model, head, built.settings)
+        found = measure_draft_counts(whole, built.model, cell, arguments, plain_us)
+        rows += [{**row, "draft_head": head} for row in found]
+    return rows
+
+
+def measure_draft_counts(whole, model, cell, arguments, plain_us) -> list[dict]:
     """Return the time of a step for each number of drafts."""
     batch = cell[0]
     prompt = np.random.default_rng(batch).integers(0, whole.config["vocab_size"], cell, np.int32)
@@ -258,7 +273,7 @@ def measure_drafts(whole, model, cell, arguments, plain_us) -> list[dict]:
 
 def make_draft_table(result, title):
     table = Table(title=title)
-    headings = ("model", "batch", "prompt", "drafts", "us a step", "over a plain step")
+    headings = ("model", "batch", "prompt", "head", "drafts", "us a step", "over a plain step")
     for heading in (*headings, "tokens/s plain", "tokens/s at the stated acceptance"):
         table.add_column(heading, justify="right")
     for row in result["rows"]:
@@ -268,6 +283,7 @@ def make_draft_table(result, title):
                 row["model"],
                 f"{row['batch']}",
                 f"{row['prompt']}",
+                each.get("draft_head", "-"),
                 f"{each['drafts']}",
                 f"{each['step_us']:.0f}",
                 f"{each['over_plain_step']:.2f}",
@@ -321,6 +337,7 @@ def parse_arguments():
     parser.add_argument("--new", type=int, default=64, help="new tokens, at least 2")
     parser.add_argument("--draft", choices=("mtp", "guess"), help="default: no drafts")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[1, 2, 3, 5, 7])
+    parser.add_argument("--draft-head", nargs="+", choices=DRAFT_HEADS, default=["nvfp4"])
     parser.add_argument("--output", type=pathlib.Path, help="default: results/decode.DEVICE.json")
     return parser.parse_args()
 
@@ -379,7 +396,7 @@ def main():
             )
             drafts = []
             if arguments.draft:
-                drafts = measure_drafts(whole, built.model, cell, arguments, row["step_us"])
+                drafts = measure_drafts(whole, built, cell, arguments, row["step_us"])
             result["rows"].append(head | row | {"times": times, "drafts": drafts})
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         del built  # its memory, before the next model is made

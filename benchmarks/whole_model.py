@@ -356,11 +356,13 @@ class Built:
       read_bytes: bytes of the weights that each step reads whole: not the experts, and not the
         embedding.
       linear_weights: number of weights of all linear layers beside the experts and the head.
+      settings: the settings of its modules.
     """
 
     model: Any
     read_bytes: int
     linear_weights: int
+    settings: Settings
 
 
 def build_model(
@@ -396,7 +398,7 @@ def build_model(
     read -= sum(_count_bytes(module.params) for module in _expert_modules(model))
     fill(model, "", make.parts, weights, settings)
     jax.block_until_ready(nnx.state(model))
-    return Built(model, read, weights.linear_weights)
+    return Built(model, read, weights.linear_weights, settings)
 
 
 def _expert_modules(model):

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, DTypeLike, Float, Int32
 
+from jax_nvfp4_moe.models.draft_head import round_head
 from jax_nvfp4_moe.models.drafter import Drafter
 from jax_nvfp4_moe.models.scores import TokenScores, score_targets
 from jax_nvfp4_moe.nn.building.builder import Builder
@@ -348,7 +349,8 @@ class Decoder(nnx.Module):
 
         Returns:
           Float32 logits ``[b, t, vocab]``, or ``[b, 1, vocab]`` with `logits_at`; the vectors ``[b,
-          t, h]`` to draft a token further with; and the updated cache.
+          t, h]`` to draft a token further with; and the updated cache. The logits are those of the
+          rounded head that `load_model` has made, if it has made one.
 
         Raises:
           ValueError: the model has no drafting layers; otherwise as for a call of the model.
@@ -376,8 +378,14 @@ class Decoder(nnx.Module):
         hidden, x, entries = drafter(embedded, hidden, positions, cache.layers)
         if logits_at is not None:
             x = _take_one(Residual(x), positions, logits_at).x
-        logits = self._logits(x) if drafter.head is None else self._multiply(drafter.head, x)
+        head = drafter.head if drafter.rounded_head is None else drafter.rounded_head
+        logits = self._logits(x) if head is None else self._multiply(head, x)
         return self._shard_rows((logits, hidden, Cache(entries, read, cache.max_length)))
+
+    def derive_weights(self) -> None:
+        """Compute the weights that `save` leaves out; `restore` calls it."""
+        if self.drafter is not None and self.drafter.rounded_head is not None:
+            round_head(self)
 
     def forget_drafts(self, read: Cache, drafted: Cache) -> Cache:
         """Return the cache `read` of `draft`, in the memory of a later one.

@@ -31,6 +31,8 @@ class Drafter(nnx.Module):
       embedding: ``[v, h]`` if the file stores one that differs from the model's, otherwise None.
       head: the linear that makes logits if the file stores one that differs from the model's,
         otherwise None.
+      rounded_head: the linear that makes logits of drafts if there is a rounded copy of the head,
+        otherwise None. See `models.draft_head`.
       streams: the number of vectors ``[h]`` of which `hidden` consists, 1 here. Static.
 
     Source: arXiv:2412.19437, section 2.2, and `MtpModel` of transformers 5.24.
@@ -53,6 +55,7 @@ class Drafter(nnx.Module):
         self.embedding_norm, self.hidden_norm = embedding_norm, hidden_norm
         self.joint, self.layers, self.norm = joint, nnx.List(list(layers)), norm
         self.embedding, self.head = embedding, head
+        self.rounded_head: Any = nnx.data(None)
 
     def init_cache(self, batch: int, max_length: int) -> tuple[Mapping[str, Array], ...]:
         """Return the empty cache entries of all layers for `batch` rows."""

@@ -48,6 +48,14 @@ class NVFP4Param(ShardedVariable, nnx.Variable):
         return super().replace(*args, **updates)
 
 
+class DerivedParam(NVFP4Param):
+    """Frozen weights that follow from other weights of the model, such as a rounded copy of a head.
+
+    `save` leaves them out. `restore` calls the method ``derive_weights`` of the module that has
+    them and the weights from which they follow.
+    """
+
+
 def read_value(variable):
     """Return the array that `variable` holds, or None if `variable` is None."""
     return None if variable is None else variable.get_value()

@@ -418,7 +418,7 @@ def test_scripts_that_start_others_run(script, arguments, tmp_path):
         (
             "decode.py",
             "--model tiny --format nvfp4 --cells 1x8 --new 8 --small-ceilings --draft mtp "
-            "--draft-tokens 3",
+            "--draft-tokens 3 --draft-head exact nvfp4",
             1,
         ),
         pytest.param(
@@ -442,6 +442,8 @@ def test_scripts_run(script, arguments, rows, tmp_path, monkeypatch):
     written = json.loads(output.read_text())
     assert written["commit"] == "abc"
     assert len(written["rows"]) == rows
+    heads = [row["draft_head"] for row in written["rows"][0].get("drafts", ())]
+    assert heads == (["exact", "nvfp4"] if "--draft-head" in arguments else [])
 
 
 def test_predictions_of_blackwell_are_the_longest_bound():

@@ -11,7 +11,7 @@ import jax_nvfp4_moe as nvfp4
 
 SIGNATURES = {
     "load_model": "path, *, scheme=None, dtype=bfloat16, backend=None, mesh=None, "
-    "axis_names=None, dispatch='psum', draft=None",
+    "axis_names=None, dispatch='psum', draft=None, draft_head=None",
     "load_moe": "path, layer, *, scheme=None, dtype=bfloat16, backend=None, mesh=None, "
     "axis_names=None, dispatch='psum'",
     "generate": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_nvfp4_moe.nn.variables import DerivedParam
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, LAYOUTS
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel.shard_order import is_tensor, to_one_device, to_shards
@@ -39,12 +40,16 @@ class Entry(NamedTuple):
 
 
 def find_entries(module: Any) -> list[Entry]:
-    """Return one entry for each variable of a module, or one for a whole tree."""
+    """Return one entry for each variable of a module, or one for a whole tree.
+
+    Weights that follow from others have none.
+    """
     if not isinstance(module, nnx.Module):
         return [Entry(TREE, module, None)]
     return [
         Entry("/".join(map(str, path)), variable.get_value(), find_layout(variable))
         for path, variable in nnx.to_flat_state(nnx.state(module))
+        if not isinstance(variable, DerivedParam)
     ]
 
 

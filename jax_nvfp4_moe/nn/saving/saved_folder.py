@@ -43,6 +43,7 @@ from jax_nvfp4_moe.nn.saving.resharding import (
     tensors,
     tree_shards,
 )
+from jax_nvfp4_moe.nn.variables import DerivedParam
 from jax_nvfp4_moe.numerics.arguments import describe, is_array
 from jax_nvfp4_moe.numerics.layouts import find_layout
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
@@ -62,7 +63,8 @@ Saved = TypeVar("Saved")
 def save(folder: str | pathlib.Path, module: Any, *, overwrite: bool = False) -> None:
     """Save all variables of a module, or all arrays of a tree.
 
-    The arrays are written in their present layout and are not converted. If a program runs in
+    The arrays are written in their present layout and are not converted. A copy of the head for
+    drafts is left out, and `restore` makes it again. If a program runs in
     several processes, all of them must call `save`. Process 0 checks the folder and writes the
     record. Every process returns when the folder is complete.
 
@@ -139,6 +141,7 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
         The message lists all differences. Also if a tree was saved on another number of shards, or
         if only one of the two models rounds activations with calibrated scales: such a model joins
         fewer linear layers (see `MergedLinear`).
+      ValueError: `like` is a part of a model that has a copy of weights outside of that part.
       ImportError: orbax-checkpoint is not installed.
 
     Example:
@@ -189,12 +192,37 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
         values.append(convert(before._replace(value=value), entry))
     if not isinstance(like, nnx.Module):
         return values[0]
-    graph, state = nnx.split(like)
+    graph, derived, state = nnx.split(like, DerivedParam, ...)
     restored = [
         (path, variable.replace(value))
         for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True)
     ]
-    return nnx.merge(graph, nnx.from_flat_state(restored))
+    made = nnx.merge(graph, derived, nnx.from_flat_state(restored))
+    _derive(made)
+    return made
+
+
+def _derive(module):
+    """Compute the weights of a module that follow from others.
+
+    Raises:
+      ValueError: those from which they follow are outside of the module.
+    """
+    for _, part in list(nnx.iter_modules(module)):  # they are changed
+        derive = getattr(part, "derive_weights", None)
+        if derive is not None:
+            derive()
+    left = [
+        "/".join(map(str, path))
+        for path, variable in nnx.to_flat_state(nnx.state(module, DerivedParam))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(variable))
+    ]
+    if left:
+        raise ValueError(
+            f"like: expected a module with the weights of which {', '.join(left)} is a copy, "
+            f"because `save` stores no copies; got {type(module).__name__}. Save and restore the "
+            "whole model"
+        )
 
 
 @contextlib.contextmanager
