@@ -223,7 +223,11 @@ def in_windows(projected, positions, inputs, state):
         ),
         ("kept", jnp.zeros(3, jnp.int32), r"kept \[b\]: expected \[2\], got \[3\]"),
         ("kept", jnp.zeros(2), "kept: expected int32, got float32"),
-        ("state", jnp.zeros((2, 2, 2, 3, 16, 8)), r"w \(state\).*: expected at most 1, got 2"),
+        (
+            "state",
+            jnp.zeros((2, 2, 2, 3, 16, 8)),
+            r"inputs \[b, w, taps - 1, c\]: expected \[2, 2, 2, 112\]",
+        ),
         ("state", jnp.zeros((2, 1, 2, 3, 132, 8)), r"d \(state\): expected at most 128, got 132"),
         (
             "state",
@@ -246,6 +250,19 @@ def test_kernel_names_a_wrong_operand(name, wrong, message):
     call = jax.ffi.ffi_call("nvfp4_delta_step_cuda", outputs, input_output_aliases={8: 1, 9: 2})
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
         jax.block_until_ready(call(*operands, interleaved=True, eps=np.float32(1e-6)))
+
+
+def test_kernel_names_a_window_without_kept():
+    cuda_calls.register()
+    (projected, positions, inputs, state), weights = make_delta("three value heads", np.float32)
+    arrays = [np.repeat(x[:, None], 2, axis=1) for x in (inputs, state)]
+    operands = (projected, positions, *weights.values(), np.zeros(0, np.float32))
+    shapes = [(2, 1, 48), *(x.shape for x in arrays)]
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    call = jax.ffi.ffi_call("nvfp4_delta_step_cuda", outputs)
+    given = [jnp.asarray(x) for x in (*operands, np.zeros(0, np.int32), *arrays)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"w \(state\).*at most 1, got 2"):
+        jax.block_until_ready(call(*given, interleaved=True, eps=np.float32(1e-6)))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ from jax_nvfp4_moe.inference import prefill
 from jax_nvfp4_moe.inference.prefill import SCORE_CHUNK, default_chunk
 from jax_nvfp4_moe.models import scores
 
+# The bounds are those of programs for CPUs.
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 SHORT, LONG = 8192, 32768
 CHUNK = default_chunk(1)
 VOCABULARY = 16384

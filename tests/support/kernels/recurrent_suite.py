@@ -5,7 +5,7 @@ A subclass has the axes `dtype` and `case`, and a fixture ``run(*tokens, **weigh
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import jax
@@ -186,6 +186,7 @@ def window_of(x, kept, seed):
 class StepSuite:
     """A step of a mixer. Subclasses say how to make, to compute and to call it."""
 
+    cases: ClassVar[Mapping]  # by their names
     make: ClassVar[Callable]  # of the name of a case and a dtype, returns tokens and weights
     exact: ClassVar[Callable]  # of the name, tokens and weights, in float64
     plain: ClassVar[Callable]  # of the same, in plain XLA
@@ -208,23 +209,38 @@ class StepSuite:
         self.check(case, tokens, weights, self.call(run, case, tokens, weights), dtype)
 
     @pytest.mark.parametrize("kept", [0, 1, 4])
-    def test_a_window_has_the_bits_of_steps(self, run, case, dtype, kept):
+    def test_a_window_is_as_accurate_as_steps(self, run, case, dtype, kept):
         """A window of tokens goes on from any state, and has the state after each token."""
         tokens, weights = self.make(case, jnp.dtype(dtype))
         found = self.call_window(run, case, tokens, weights, kept)
-        y, *states = (np.asarray(x) for x in found)
-        for index, (own, old) in enumerate(zip(states, tokens[2:], strict=True)):
-            assert not own.size or (own[0, 0] != own[0, 1]).any(), "no token changed a state"
-            np.testing.assert_array_equal(own[:, TOKENS:], window_of(old, kept, index)[:, TOKENS:])
-        old = tokens[2:]
+        self.check_window(run, case, tokens, weights, found)
+        for index, (own, old) in enumerate(zip(found[1:], tokens[2:], strict=True)):
+            rest = window_of(old, kept, index)[:, TOKENS:]
+            np.testing.assert_array_equal(own[:, TOKENS:], rest, "a state behind the tokens")
+
+    def test_a_window_from_another_state_is_found(self, run):
+        case, dtype = next(iter(self.cases)), np.dtype("float32")
+        tokens, weights = self.make(case, dtype)
+        *first, state = tokens
+        found = self.call_window(run, case, (*first, np.roll(state, 1, axis=-1)), weights, 1)
+        with pytest.raises(AssertionError, match=r"over 4\.0 x"):
+            self.check_window(run, case, tokens, weights, found)
+
+    def check_window(self, run, case, tokens, weights, results):
+        """Check the results of a window; steps for one token are the yardstick."""
+        y, inputs, states = map(np.asarray, results)
+        old = exact = tokens[2:]
         for token in range(TOKENS):
-            step = *(x[:, token : token + 1] for x in many_tokens(*tokens[:2])), *old
-            weights_then = self.weights_of_token(weights, token)
-            expected, *old = (np.asarray(x) for x in self.call(run, case, step, weights_then))
-            real = step[1][:, 0] < PADDING
-            np.testing.assert_array_equal(y[real, token], expected[real, 0])
-            for own, true in zip(states, old, strict=True):
-                np.testing.assert_array_equal(own[:, token], true)
+            now = [x[:, token : token + 1] for x in many_tokens(*tokens[:2])]
+            own = self.weights_of_token(weights, token)
+            step_y, *old = self.call(run, case, (*now, *old), own)
+            exact_y, *exact = self.exact(case, (*now, *exact), own)
+            real, factor = now[1][:, 0] < PADDING, factor_for(y.dtype)
+            assert_as_accurate_as(
+                y[real, token], np.asarray(step_y)[real, 0], exact_y[real, 0], factor
+            )
+            np.testing.assert_array_equal(inputs[:, token], old[0])
+            assert_as_accurate_as(states[:, token], old[1], exact[1], factor_for(np.float32))
 
     def call_window(self, run, case, tokens, weights, kept):
         """Return the results of a window of `TOKENS` tokens, which goes on from state `kept`."""
@@ -244,6 +260,7 @@ class StepSuite:
 class DeltaStepSuite(StepSuite):
     """The step of a gated delta net; `run` also takes `interleaved` and `eps`."""
 
+    cases = DELTA_CASES
     make, exact, plain = map(staticmethod, (make_delta, delta_in_float64, plain_delta))
 
     def call(self, run, case, tokens, weights, turn=0):
@@ -352,6 +369,7 @@ def plain_kimi(name, tokens, weights):
 class KimiStepSuite(StepSuite):
     """The step of Kimi delta attention; `run` also takes `lower_bound` and `eps`."""
 
+    cases = KIMI_CASES
     make, exact, plain = map(staticmethod, (make_kimi, kimi_in_float64, plain_kimi))
 
     def weights_of_token(self, weights, token):
@@ -474,6 +492,7 @@ def plain_mamba(name, tokens, weights):
 class Mamba2StepSuite(StepSuite):
     """The step of Mamba-2; `run` also takes the options of a case."""
 
+    cases = MAMBA_CASES
     make, exact, plain = map(staticmethod, (make_mamba, mamba_in_float64, plain_mamba))
 
     def call(self, run, case, tokens, weights):
