@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -389,6 +391,34 @@ def test_drafts_that_do_not_pay_are_left_out(use_oracle):
     use_oracle(np.asarray(plain), "right")
     _, paying = nvfp4.generate(model, ids, **given, draft_tokens="auto")
     assert int(paying.steps[0]) < 16
+
+
+def test_tries_take_a_hundredth_of_the_time(use_oracle, monkeypatch):
+    """Wrong drafts lower the mean of five tokens a step to the cost; tries follow after pauses."""
+    model, new, cost = DiceThatGoesBack(jnp.zeros((8, 8))), 600, 1.5
+    given = {"max_new_tokens": new, "stop_ids": (), "stats": True}
+    ids = np.zeros((1, 1), np.int32)
+    use_oracle(np.asarray(nvfp4.generate(model, ids, **given)[0]), "wrong")
+    monkeypatch.setattr(step_costs, "_measure", lambda run, state: (state, cost))
+    _, stats = nvfp4.generate(model, ids, **given, draft="lookup")
+    first = math.ceil(math.log((cost - 1) / 4) / math.log(7 / 8))
+    tries = int(stats.drafted[0]) // 4 - first
+    assert 0.8 * new / 100 < tries * (cost - 1) <= new / 100
+
+
+@pytest.mark.parametrize("draft_tokens", ["auto", 4])
+def test_no_step_copies_the_caches(draft_tokens):
+    """A branch of `lax.cond` gets copies of the caches; in loops they stay where they are."""
+    model = load("qwen3moe-modelopt-w4a16")
+    how = make_sampling(0.0, None, 1.0, (), None)
+    chosen = drafting.choose_drafting(model, "lookup", draft_tokens)
+    given = prompts(model, 1)["input_ids"], None, 20, how, None, chosen
+    flat, state = generation.start_decoding(model, *given)
+    program = generation.decode.lower(flat, how, state, np.int32(20)).compile().as_text()
+    shapes = {entry.shape for entry in jax.tree.leaves(state.cache) if entry.ndim > 2}
+    assert shapes
+    copied = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", program)
+    assert shapes.isdisjoint(tuple(map(int, filter(None, one.split(",")))) for one in copied)
 
 
 def test_the_cost_of_a_step_is_that_of_undisturbed_steps(monkeypatch):
