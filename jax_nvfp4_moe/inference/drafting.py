@@ -33,8 +33,10 @@ _USUAL = {"lookup": 4, "mtp": 3}
 MOST_DRAFTS = 16
 # Of the running mean of tokens a step, this share is that of the last step.
 _SHARE = 1 / 8
-# "auto" stops drafting where it does not pay, and tries one step again after so many.
-_PAUSE = 64
+# "auto" stops drafting where it does not pay, and tries one step again after so many steps that
+# tries without any right draft take this share of the time. Texts change, so a pause has an end.
+_TRIES = 1 / 100
+_LONGEST_PAUSE = 128
 # Time of a step with drafts over that of a step without, until both have been measured: 1 for the
 # first token, and so much for each draft. On an H200, a step of Qwen3.6-35B-A3B for four tokens
 # takes 1.5 times as long as one for a token.
@@ -224,29 +226,34 @@ def decode_with_drafts(
       read: calls the model: ``read(model, ids, cache)``, with `Drafting.read_options`.
       propose: calls `Drafting.propose`.
     """
+    early = not state.drafting.drafter.NEEDS_HIDDEN  # drafts take no time
 
-    def more(state):
+    def more(known):
+        state, _ = known
         return (~state.ended & (state.count < limit)).any()
 
-    def with_drafts(state, drafts):
-        if drafts is None:
-            state, drafts = _propose(model, state, propose)
-        return _step(model, sampling, read, state, drafts)
+    def pays(known):
+        state, drafts = known
+        return _pays(state) if drafts is None else (drafts != prompt_lookup.NOTHING).any()
 
-    def without(state, drafts):
-        del drafts
-        return _step_without(model, sampling, read, state)
+    def look(state):
+        return state, _propose_if_it_pays(model, state, propose) if early else None
 
-    def step(state):
-        pays, drafts = _pays(state), None
-        if not state.drafting.drafter.NEEDS_HIDDEN:  # drafts take no time
-            state, drafts = _propose(model, state, propose)
-            pays &= (drafts != prompt_lookup.NOTHING).any()
-        elif not state.drafting.automatic:
-            return with_drafts(state, None)
-        return lax.cond(pays, with_drafts, without, state, drafts)
+    def with_drafts(known):
+        state, drafts = known if early else _propose(model, known[0], propose)
+        return look(_step(model, sampling, read, state, drafts))
 
-    return lax.while_loop(more, step, state)
+    def without(known):
+        return look(_step_without(model, sampling, read, known[0]))
+
+    # Each kind of step has a loop of its own: XLA copies all caches in a step that is a branch of
+    # `lax.cond`.
+    def steps(known):
+        known = lax.while_loop(lambda known: more(known) & ~pays(known), without, known)
+        return lax.while_loop(lambda known: more(known) & pays(known), with_drafts, known)
+
+    always = not (early or state.drafting.automatic)
+    return lax.while_loop(more, with_drafts if always else steps, look(state))[0]
 
 
 def _propose(model, state, propose):
@@ -254,6 +261,19 @@ def _propose(model, state, propose):
     drafts, memory = propose(model, state.memory)
     drafts = jnp.where(state.ended[:, None], prompt_lookup.NOTHING, drafts)
     return dataclasses.replace(state, memory=memory), drafts
+
+
+def _propose_if_it_pays(model, state, propose):
+    """Return the drafts of a drafter that reads the text alone, or none where they do not pay."""
+
+    def draft(memory):
+        return _propose(model, dataclasses.replace(state, memory=memory), propose)[1]
+
+    def leave(memory):
+        del memory
+        return jnp.full((len(state.count), state.drafting.tokens), prompt_lookup.NOTHING)
+
+    return lax.cond(_pays(state), draft, leave, state.memory)
 
 
 def _pays(state):
@@ -271,7 +291,9 @@ def _step(model, sampling, read, state, drafts):
     drawn = (new.count - state.count).sum(dtype=jnp.int32).astype(jnp.float32)
     drawn /= jnp.maximum(active, 1).astype(jnp.float32)
     gain = state.gain + _SHARE * (drawn - state.gain)
-    pause = jnp.where(gain >= state.cost, 0, _PAUSE).astype(jnp.int32)
+    # A step that pays by itself is followed by another one.
+    pause = jnp.where(jnp.maximum(gain, drawn) >= state.cost, 0, (state.cost - 1) / _TRIES)
+    pause = jnp.ceil(jnp.minimum(pause, _LONGEST_PAUSE)).astype(jnp.int32)
     return dataclasses.replace(new, gain=gain, pause=pause)
 
 

@@ -18,6 +18,7 @@ from jax_nvfp4_moe.inference.drafting import DraftState
 _LEAST_TOKENS = 96
 _STEPS = 4  # steps of one measurement
 _WARM_UP = 2  # XLA makes CUDA graphs in the first two calls of a program
+_REPEATS = 3  # the fastest of them counts, since other programs may run during one
 _MOST_KNOWN = 256
 # The structure of a model, its rows and its drafts -> the time of a step with drafts over that of a
 # step without.
@@ -62,22 +63,35 @@ def _measure(run, state):
     for _ in range(_WARM_UP):
         state, *_ = _time_steps(run, state, drafts=False)
         state, *_ = _time_steps(run, state, drafts=True)
-    state, plain, steps, _ = _time_steps(run, state, drafts=False)
-    state, seconds, others, drafting = _time_steps(run, state, drafts=True)
-    if steps == 0 or drafting == 0:
+    starts, without, with_drafts = [], [], []
+    for _ in range(_REPEATS):
+        state, seconds, *_ = _time_steps(run, state, drafts=False, count=0)
+        starts.append(seconds)
+        state, *measured = _time_steps(run, state, drafts=False)
+        without.append(measured)
+        state, *measured = _time_steps(run, state, drafts=True)
+        with_drafts.append(measured)
+    start = min(starts)  # to start a program may take longer than a step
+    plain = [(seconds - start) / steps for seconds, steps, _ in without if steps > 0]
+    step = min(plain, default=0.0)
+    drafted = [
+        (seconds - start - (steps - drafting) * step) / drafting
+        for seconds, steps, drafting in with_drafts
+        if drafting > 0
+    ]
+    if step <= 0 or not drafted:
         return state, None
-    step = plain / steps
-    return state, max((seconds - (others - drafting) * step) / drafting / step, 1.0)
+    return state, max(min(drafted) / step, 1.0)
 
 
-def _time_steps(run, state, *, drafts):
+def _time_steps(run, state, *, drafts, count=_STEPS):
     """Return the state after some steps, their seconds, and how many there were of which kind."""
     cost, pause = (0.0, 0) if drafts else (np.inf, 2**30)
-    count, ended, *before = jax.device_get((state.count, state.ended, state.steps, state.drafted))
+    done, ended, *before = jax.device_get((state.count, state.ended, state.steps, state.drafted))
     if ended.all():
         return state, 0.0, 0, 0
     begin = time.perf_counter()
-    state = jax.block_until_ready(run(_expect(state, cost, pause), count[~ended].min() + _STEPS))
+    state = jax.block_until_ready(run(_expect(state, cost, pause), done[~ended].min() + count))
     seconds = time.perf_counter() - begin
     steps, drafted = (
         int((new - old).max())

@@ -62,6 +62,16 @@ def test_the_text_that_ci_expects_of_an_installed_package(run, exact):
     assert run(*command, *how)[:2] == (0, expected)
 
 
+def test_the_drafting_layer_of_the_example_keeps_the_text(run):
+    """It needs no option but `--draft`, and standard error has the speed alone."""
+    expected = (ROOT / ".ci" / "greedy.txt").read_text()
+    command = ("generate", "--prompt", "def softmax(x", "--max-new-tokens", 24, "--draft", "mtp")
+    status, out, err = run(*command)
+    assert (status, out) == (0, expected)
+    assert len(err.splitlines()) == 1
+    assert "tokens/s" in err
+
+
 def test_generate_without_arguments_runs_the_example(run):
     status, out, _ = run("generate", "--max-new-tokens", 3)
     assert status == 0

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,9 @@ from support.files.given import CHECKPOINTS, EXAMPLE
 from support.models.drafters import MODES, Oracle
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.inference import drafting, prompt_lookup
+from jax_nvfp4_moe.inference import drafting, generation, prompt_lookup, step_costs
 from jax_nvfp4_moe.inference.conversation import Conversation
+from jax_nvfp4_moe.inference.sampling import make_sampling
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 LENGTHS = np.array([9, 4, 7])
@@ -224,7 +228,7 @@ def test_drafts_follow_the_longest_and_latest_match():
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     vocab_size: int = 8
-    max_positions: int = 64
+    max_positions: int = 1024
 
 
 @jax.tree_util.register_dataclass
@@ -387,6 +391,64 @@ def test_drafts_that_do_not_pay_are_left_out(use_oracle):
     use_oracle(np.asarray(plain), "right")
     _, paying = nvfp4.generate(model, ids, **given, draft_tokens="auto")
     assert int(paying.steps[0]) < 16
+
+
+def test_tries_take_a_hundredth_of_the_time(use_oracle, monkeypatch):
+    """Wrong drafts lower the mean of five tokens a step to the cost; tries follow after pauses."""
+    model, new, cost = DiceThatGoesBack(jnp.zeros((8, 8))), 600, 1.5
+    given = {"max_new_tokens": new, "stop_ids": (), "stats": True}
+    ids = np.zeros((1, 1), np.int32)
+    use_oracle(np.asarray(nvfp4.generate(model, ids, **given)[0]), "wrong")
+    monkeypatch.setattr(step_costs, "_measure", lambda run, state: (state, cost))
+    _, stats = nvfp4.generate(model, ids, **given, draft="lookup")
+    first = math.ceil(math.log((cost - 1) / 4) / math.log(7 / 8))
+    tries = int(stats.drafted[0]) // 4 - first
+    assert 0.8 * new / 100 < tries * (cost - 1) <= new / 100
+
+
+@pytest.mark.parametrize("draft_tokens", ["auto", 4])
+def test_no_step_copies_the_caches(draft_tokens):
+    """A branch of `lax.cond` gets copies of the caches; in loops they stay where they are."""
+    model = load("qwen3moe-modelopt-w4a16")
+    how = make_sampling(0.0, None, 1.0, (), None)
+    chosen = drafting.choose_drafting(model, "lookup", draft_tokens)
+    given = prompts(model, 1)["input_ids"], None, 20, how, None, chosen
+    flat, state = generation.start_decoding(model, *given)
+    program = generation.decode.lower(flat, how, state, np.int32(20)).compile().as_text()
+    shapes = {entry.shape for entry in jax.tree.leaves(state.cache) if entry.ndim > 2}
+    assert shapes
+    copied = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", program)
+    assert shapes.isdisjoint(tuple(map(int, filter(None, one.split(",")))) for one in copied)
+
+
+def test_the_cost_of_a_step_is_that_of_undisturbed_steps(monkeypatch):
+    """A step takes a second, one with drafts two, and each start of a program three.
+
+    Other programs disturb each fourth run.
+    """
+    now = [0.0]
+    monkeypatch.setattr(step_costs.time, "perf_counter", lambda: now[0])
+    ids = np.zeros((1, 1), np.int32)
+    given = ids, None, 200, make_sampling(0.0, None, 1.0, (), None), None
+    model = DiceThatGoesBack(jnp.zeros((8, 8)))
+    chosen = drafting.choose_drafting(model, "lookup", "auto")
+    _, state = generation.start_decoding(model, *given, chosen)
+
+    def run(state, count, calls, disturbed):
+        drafts = float(state.cost) == 0
+        steps = -(-(int(count) - int(state.count[0])) // (2 if drafts else 1))
+        now[0] += 3 + steps * (2 if drafts else 1) + (9 if next(calls) % 4 == disturbed else 0)
+        return dataclasses.replace(
+            state,
+            count=state.count + steps * (2 if drafts else 1),
+            steps=state.steps + steps,
+            drafted=state.drafted + (4 * steps if drafts else 0),
+        )
+
+    for disturbed in range(4):
+        calls = itertools.count()
+        disturb = functools.partial(run, calls=calls, disturbed=disturbed)
+        assert step_costs._measure(disturb, state)[1] == 2
 
 
 def test_answers_of_a_conversation_are_those_without_drafts():

@@ -52,14 +52,15 @@ SIGNATURES = {
     "ops.gated_delta_rule": "q, k, v, g, beta, state, *, lengths=None, normalize=False, "
     "dtype=bfloat16, target=None, backend=None",
     "ops.gated_delta_step": "projected, positions, inputs, state, *, conv_weight, A_log, dt_bias, "
-    "norm, rates=None, interleaved=False, eps=1e-06, target=None, backend=None",
+    "norm, rates=None, interleaved=False, eps=1e-06, kept=None, target=None, backend=None",
     "ops.kimi_delta_step": "projected, decays, gates, positions, inputs, state, *, conv_weight, "
-    "A_log, dt_bias, norm, rates=None, lower_bound=None, eps=1e-05, target=None, backend=None",
+    "A_log, dt_bias, norm, rates=None, lower_bound=None, eps=1e-05, kept=None, target=None, "
+    "backend=None",
     "ops.mamba2_scan": "x, dt, a, B, C, D, state, *, lengths=None, dtype=bfloat16, target=None, "
     "backend=None",
     "ops.mamba2_step": "projected, positions, inputs, state, *, conv_weight, conv_bias=None, "
     "A_log, dt_bias, D, norm, activation='silu_no_mul', step_limits=(0.0, inf), eps=1e-05, "
-    "target=None, backend=None",
+    "kept=None, target=None, backend=None",
     "ops.route": "router, logits, bias=None, *, target=None, backend=None",
     "testing.random_moe_params": "key, *, num_experts, hidden, intermediate, gated=True",
     "NVFP4Tensor.from_packed": "packed, block_scale, global_scale",

@@ -4,6 +4,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -11,10 +12,12 @@ from support.devices.host_devices import make_mesh
 from support.files.given import CHECKPOINTS, EXAMPLE
 from support.models.architecture import relative
 
-from jax_nvfp4_moe import load_model, load_tokenizer, quantize_experts
+from jax_nvfp4_moe import NVFP4Tensor, calibrate, load_model, load_tokenizer, quantize_experts
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
+from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, open_tensors
 from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx, train_drafter
 from jax_nvfp4_moe.nn.variables import NVFP4Param
+from jax_nvfp4_moe.numerics.rounding import quantize_weight
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
@@ -147,8 +150,73 @@ def test_the_trained_drafter_is_the_loaded_one(tmp_path):
 
     def vectors(tensors):
         stacked = jax.tree.map(jnp.asarray, train_drafter.stack_experts(tensors))
-        return train_drafter.draft(model.config, stacked, table[ids[:, 1:]], hidden[:, :-1])
+        return train_drafter.draft(model.config, stacked, table[ids[:, 1:]], hidden[:, :-1])[0]
 
     # The bound of draft logits against transformers; a few steps of training are far beyond it.
     assert relative(found, vectors(weights)) < 1e-5
     assert relative(found, vectors(train_drafter.init(model.config))) > 1e-3
+
+
+def test_a_trained_drafter_is_stored_as_modelopt_stores_it():
+    """The example's own file has the same tensors, and their experts have the bits of "max"."""
+    trained = {
+        name: x.astype(ml_dtypes.bfloat16)
+        for name, x in train_drafter.init(load_model(EXAMPLE).config, seed=1).items()
+    }
+    stored = train_drafter.pack_experts(trained, [2688.0, 1344.0])
+    with open_tensors(EXAMPLE) as tensors:
+        own = {n: tensors.info(n) for n in tensors.names() if n.startswith("mtp.")}
+        shapes = {n: (info.array_shape, STORED_TYPES[info.dtype].numpy) for n, info in own.items()}
+        scales = {n: float(tensors.read(n)) for n in own if n.endswith(("input_scale", "scale_2"))}
+    assert {n: (x.shape, x.dtype) for n, x in stored.items()} == shapes
+    stem = "mtp.layers.0.mlp.experts.3"
+    for parts, entering in ((("gate_proj", "up_proj"), 1.0), (("down_proj",), 0.5)):
+        names = [f"{stem}.{part}.weight" for part in parts]
+        whole = quantize_weight(jnp.concatenate([trained[name] for name in names]))
+        for kind, expected in zip(("", "_scale"), whole, strict=False):
+            found = np.concatenate([stored[name + kind] for name in names])
+            np.testing.assert_array_equal(found, np.asarray(expected))
+        for name in names:
+            assert stored[f"{name}_scale_2"] == whole[2]
+            assert stored[name.replace("weight", "input_scale")] == entering
+    # Runtimes merge gate and up of an expert, and take one input scale for all experts.
+    assert scales[f"{stem}.gate_proj.weight_scale_2"] == scales[f"{stem}.up_proj.weight_scale_2"]
+    first = ("gate_proj.input_scale", "up_proj.input_scale")
+    for ends in (first, "down_proj.input_scale"):
+        assert len({scale for name, scale in scales.items() if name.endswith(ends)}) == 1
+
+
+class Drafts(nnx.Module):
+    """Drafts several tokens behind each token of a text, as training does."""
+
+    def __init__(self, model):
+        self.model = model
+
+    @nnx.jit
+    def __call__(self, ids):
+        hidden = self.model(ids, with_hidden=True)[1][:, :-1]
+        first = hidden[:, :1]
+        for _ in range(train_drafter.DEPTH):
+            cache = self.model.init_draft_cache(*ids.shape)
+            hidden = self.model.draft(hidden, ids[:, 1:], cache)[1]
+            hidden = jnp.concatenate([first, hidden[:, :-1]], axis=1)
+
+
+def test_input_scales_are_those_of_a_calibration():
+    model = load_model(EXAMPLE, draft="mtp", dtype=jnp.float32, backend="reference")
+    ids = np.random.default_rng(0).integers(4096, size=(4, 24), dtype=np.int32)
+    with open_tensors(EXAMPLE) as tensors:
+        drafting = {name: tensors.read(name) for name in tensors.names() if name[:4] == "mtp."}
+    dense = {name: x for name, x in drafting.items() if x.dtype == ml_dtypes.bfloat16}
+    for name, x in drafting.items():
+        if x.dtype == np.uint8:
+            scales = drafting[f"{name}_scale"], drafting[f"{name}_scale_2"]
+            dense[name] = np.asarray(NVFP4Tensor.from_packed(x, *scales).dequantize())
+    largest = train_drafter.find_largest_inputs(model, dense, ids, batch=4)
+    calibrate(Drafts(model), [ids])
+    found = model.drafter.layers[0].mlp.experts.params.get_value()
+    for scale, expected in zip(
+        (found.gate_up_input_scale, found.down_input_scale), largest, strict=True
+    ):
+        np.testing.assert_allclose(scale, expected / 2688, rtol=1e-5)
+    assert largest[0] != largest[1]
