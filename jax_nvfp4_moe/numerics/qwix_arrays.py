@@ -72,6 +72,30 @@ def read_qarray(array: QArrayLike, axis: int) -> tuple[jax.Array, jax.Array]:
     return pack(codes), block_scale
 
 
+def make_qarray(codes: jax.Array, scale: jax.Array, global_scale: jax.Array, axis: int):
+    """Return a `qwix.QArray`; `NVFP4Tensor.to_qarray` describes it.
+
+    Args:
+      codes: float4_e2m1fn ``[..., n, k]``.
+      scale: float32 ``[..., n, k/16]``.
+      global_scale: by which `scale` was multiplied.
+      axis: axis of the blocks in the result, -1 or -2.
+    """
+    import qwix  # an optional package
+
+    _check_axis(axis)
+    if axis == -2:
+        codes, scale = codes.mT, scale.mT
+    known = not isinstance(global_scale, Tracer) and bool((np.asarray(global_scale) == 1).all())
+    return qwix.QArray(codes, scale, None, QTYPE if known else jnp.float4_e2m1fn)
+
+
+def _check_axis(axis):
+    """Check that an axis is one of the last two."""
+    if axis not in (-1, -2):
+        raise ValueError(f"axis: expected -1 or -2, one of the last two axes; got {axis}")
+
+
 def _divides(part, size):
     """Return whether an axis of scales divides one of blocks, which may be empty."""
     return part == size or (part > 0 and size % part == 0)
@@ -86,8 +110,7 @@ def _check_values(array, axis):
             "array: expected a qwix.QArray of float4_e2m1fn values without a zero point; got "
             f"{values.dtype.name} and {point}"
         )
-    if axis not in (-1, -2):
-        raise ValueError(f"axis: expected -1 or -2, one of the last two axes; got {axis}")
+    _check_axis(axis)
     if values.ndim < 2 or values.shape[axis] % BLOCK:
         raise ValueError(
             f"array: expected at least two axes, and a multiple of {BLOCK} values along axis "

@@ -23,7 +23,7 @@ from jax_nvfp4_moe.numerics.layouts import (
 from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, check_blocks, decode_scale, dequantize, divide
 from jax_nvfp4_moe.numerics.nvfp4 import quantize as quantize_arrays
-from jax_nvfp4_moe.numerics.qwix_arrays import QArrayLike, read_qarray
+from jax_nvfp4_moe.numerics.qwix_arrays import QArrayLike, make_qarray, read_qarray
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
 
 # Errors about shapes end with this hint, because a missing transpose is the usual cause.
@@ -172,6 +172,25 @@ class NVFP4Tensor:
             raise TypeError(f"array: expected a qwix.QArray, got {describe(array)}")
         packed, block_scale = read_qarray(array, axis)
         return cls(packed, block_scale, jnp.ones(packed.shape[:-2], jnp.float32))
+
+    def to_qarray(self, axis: int = -2):
+        """Convert to an array of Qwix, without loss; needs the extra `qwix`.
+
+        The scales are ``block_scale * global_scale`` in float32, because Qwix has no global scale.
+
+        Args:
+          axis: the axis of the result along which a scale has 16 values, -2 or -1. The default is
+            -2: the result is then a kernel ``[..., k, n]`` of Flax.
+
+        Returns:
+          A `qwix.QArray` of float4_e2m1fn values. Its `qtype` is "nvfp4" if all global scales are
+          known to be 1, as `from_qarray` makes them. `from_qarray` then restores the tensor.
+
+        Raises:
+          ImportError: if Qwix is not installed.
+          ValueError: if `axis` is another axis.
+        """
+        return make_qarray(self.to_layout(CANONICAL).codes, self.scale(), self.global_scale, axis)
 
     @property
     def mT(self) -> "TransposedNVFP4Tensor":
