@@ -5,6 +5,9 @@ path of the module that computes it. This module needs the extra `qwix`; the pac
 it by itself.
 """
 
+# Types are also checked without the extra.
+# pyright: reportMissingImports=false
+
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ import jax_nvfp4_moe as nvfp4
 
 MODULES = (nvfp4, nvfp4.ops, nvfp4.testing)
 # Modules that need a package of an extra -> the package.
-OF_EXTRAS = {"harness": "lm_eval", "qwix_provider": "qwix"}
+OF_EXTRAS = {"harness": "lm_eval", "qwix_provider": "qwix", "swap_maxtext": "qwix"}
 PARSER = doctest.DocTestParser()
 
 

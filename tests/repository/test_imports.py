@@ -75,7 +75,7 @@ def test_the_run_time_reads_no_environment_variable():
 
 
 # Modules that need a package of an extra -> the package.
-OF_EXTRAS = {"harness": "lm_eval", "qwix_provider": "qwix"}
+OF_EXTRAS = {"harness": "lm_eval", "qwix_provider": "qwix", "swap_maxtext": "qwix"}
 
 
 def packages(package):
