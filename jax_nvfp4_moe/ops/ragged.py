@@ -24,6 +24,9 @@ def _contract(axis: int) -> lax.RaggedDotDimensionNumbers:
     return lax.RaggedDotDimensionNumbers((((1,), (axis,)), ((), ())), (0,), (0,))
 
 
+# XLA's product, also where a program replaces JAX's function by the one below.
+_xla_product = lax.ragged_dot_general
+
 # The axis of a weight that has k -> dimension numbers.
 _NUMBERS = {axis: _contract(axis) for axis in (1, 2)}
 
@@ -165,7 +168,7 @@ def _find_sums(dtype):
 
 def _multiply_array(rhs, numbers, how, rows, sizes):
     """Multiply sorted rows by an array."""
-    return lax.ragged_dot_general(rows, rhs, sizes, numbers, **how)
+    return _xla_product(rows, rhs, sizes, numbers, **how)
 
 
 def _read_weight(rhs, numbers) -> NVFP4Tensor:

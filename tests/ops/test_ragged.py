@@ -384,6 +384,21 @@ def test_an_array_runs_on_xla():
     assert int(found[0, 0]) == K + 1
 
 
+def test_it_can_stand_in_for_the_functions_of_jax(monkeypatch):
+    """Libraries call these by their names. An array must then still reach XLA."""
+    sizes, plain = integers([3, 0, 4]), kernel().astype(np.float32)
+    expected = jax.lax.ragged_dot(ROWS, plain, sizes)
+    monkeypatch.setattr(jax.lax, "ragged_dot", nvfp4.ragged_dot)
+    monkeypatch.setattr(jax.lax, "ragged_dot_general", nvfp4.ragged_dot)
+    for rhs in (plain, WEIGHT.mT):
+        how = {"group_sizes": sizes, "ragged_dot_dimension_numbers": BASIC}
+        for y in (
+            jax.lax.ragged_dot(lhs=ROWS, rhs=rhs, group_sizes=sizes),
+            jax.lax.ragged_dot_general(lhs=ROWS, rhs=rhs, **how),
+        ):
+            np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
 def test_sizes_that_are_an_array_by_their_own_method():
     """`tokamax.RaggedDotGroupSizes` holds the sizes beside an example of them."""
 
