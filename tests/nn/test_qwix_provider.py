@@ -154,6 +154,15 @@ def test_packed_kernels_are_those_of_quantize():
     assert (values_of(searched["first.kernel"]) != values_of(kernels["first.kernel"])).any()
 
 
+def test_a_packed_model_is_saved_and_restored(tmp_path):
+    x = X.reshape(-1, D)
+    packed, other = (qwix.quantize_model(Experts(nnx.Rngs(seed)), provider(), x) for seed in (0, 1))
+    nvfp4.save(tmp_path / "saved", packed)
+    restored = nvfp4.restore(tmp_path / "saved", other)
+    np.testing.assert_array_equal(restored(x), packed(x))
+    assert (np.asarray(other(x)) != np.asarray(packed(x))).any()
+
+
 def test_activations_in_bfloat16():
     model = Model(nnx.Rngs(0))
     with jax.numpy_dtype_promotion("standard"):
