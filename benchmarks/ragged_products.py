@@ -46,7 +46,7 @@ def pack_qarrays(weights):
 
 
 def multiply_qarray(rows, weight, sizes):
-    # Without the barrier, XLA would convert the weights once, before the loop that repeats the call.
+    # Without the barrier, XLA would convert the weights once, before the loop of calls.
     rows, weight = jax.lax.optimization_barrier((rows, weight))
     return nvfp4.ragged_dot(rows, Array(*weight, None, "nvfp4"), sizes)
 
