@@ -152,7 +152,10 @@ def test_no_rows_and_no_groups():
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 6])
-@pytest.mark.parametrize("sizes", [[1, 2, 3, 1, 2, 2], [3, 0, 0, 4, 0, 1], [5, 4, 300, 1, 1, 1]])
+@pytest.mark.parametrize(
+    "sizes",
+    [[1, 2, 3, 1, 2, 2], [3, 0, 0, 4, 0, 1], [5, 4, 300, 1, 1, 1], [2, -3, 4, -1, 2, 2]],
+)
 def test_an_offset_takes_the_groups_from_it_on(offset, sizes):
     """The weights of other groups are elsewhere: their rows give zeros."""
     every = np.zeros((offset + len(sizes) + E, K, N))
