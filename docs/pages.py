@@ -114,9 +114,12 @@ PAGES = {
         "Weights",
         "NVFP4 tensors as pytrees, and functions of NVFP4 numbers.",
         ("numerics.tensor", "numerics.nvfp4", "numerics.layouts", "numerics.fp8"),
-        more=tuple(
-            f"numerics.nvfp4.{name}"
-            for name in ("quantize", "dequantize", "fake_quantize", "pack", "unpack", "decode")
+        more=(
+            "numerics.tensor.TransposedNVFP4Tensor",
+            *(
+                f"numerics.nvfp4.{name}"
+                for name in ("quantize", "dequantize", "fake_quantize", "pack", "unpack", "decode")
+            ),
         ),
     ),
     "choice": Page(

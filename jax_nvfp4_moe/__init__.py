@@ -40,6 +40,7 @@ try:
     from jax_nvfp4_moe.numerics.routing import Router
     from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, quantize, quantize_experts
     from jax_nvfp4_moe.ops.preparation import prepare
+    from jax_nvfp4_moe.ops.ragged import ragged_dot
     from jax_nvfp4_moe.quantization.casting import cast_model
     from jax_nvfp4_moe.quantization.module_calibration import calibrate
     from jax_nvfp4_moe.quantization.pipeline import quantize_model
@@ -86,6 +87,7 @@ __all__ = [
     "quantize",
     "quantize_experts",
     "quantize_model",
+    "ragged_dot",
     "restore",
     "save",
     "stream",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.numerics.arguments import as_array
+from jax_nvfp4_moe.numerics.arguments import as_array, describe
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.layouts import (
     CANONICAL,
@@ -23,6 +23,7 @@ from jax_nvfp4_moe.numerics.layouts import (
 from jax_nvfp4_moe.numerics.not_differentiable import not_differentiable
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, check_blocks, decode_scale, dequantize, divide
 from jax_nvfp4_moe.numerics.nvfp4 import quantize as quantize_arrays
+from jax_nvfp4_moe.numerics.qwix_arrays import QArrayLike, make_qarray, read_qarray
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
 
 # Errors about shapes end with this hint, because a missing transpose is the usual cause.
@@ -129,6 +130,76 @@ class NVFP4Tensor:
             )
         return cls(packed, block_scale, global_scale)
 
+    @classmethod
+    def from_qarray(cls, array: QArrayLike, axis: int = -2) -> "NVFP4Tensor":
+        """Convert an NVFP4 array of Qwix, without loss; Qwix need not be installed.
+
+        Qwix has no global scale: it becomes 1.
+
+        Args:
+          array: a `qwix.QArray` of float4_e2m1fn values, as ``qwix.quantize(w, "nvfp4", ...)``
+            returns it. Its scales are E4M3 numbers in any float dtype, one for each 16 values along
+            `axis`, or for more values.
+          axis: the axis along which a scale has 16 values, -2 or -1. The default is -2, for the
+            kernels ``[..., k, n]`` of Flax.
+
+        Returns:
+          An `NVFP4Tensor` ``[..., n, k]`` in the canonical layout. `axis` is its last axis.
+
+        Raises:
+          TypeError: if `array` is no array of Qwix.
+          ValueError: if it has other values or scales, or a zero point. Under `jax.jit`, values of
+            scales are unknown: their dtype must be float8_e4m3fn, or `array.qtype` "nvfp4".
+
+        Example:
+          >>> import types
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> import jax_nvfp4_moe as nvfp4
+          >>> array = types.SimpleNamespace(  # has the fields of a `qwix.QArray`
+          ...     qvalue=jnp.full((3, 32, 64), 6, jnp.float4_e2m1fn),
+          ...     scale=jnp.full((3, 2, 64), 0.5),
+          ...     zero_point=None,
+          ...     qtype="nvfp4",
+          ... )
+          >>> weight = nvfp4.NVFP4Tensor.from_qarray(array)
+          >>> weight.shape, float(weight.dequantize()[0, 0, 0])
+          ((3, 64, 32), 3.0)
+
+        Source: the arrays of Qwix 0.1.8.
+        """
+        if not isinstance(array, QArrayLike):
+            raise TypeError(f"array: expected a qwix.QArray, got {describe(array)}")
+        packed, block_scale = read_qarray(array, axis)
+        return cls(packed, block_scale, jnp.ones(packed.shape[:-2], jnp.float32))
+
+    def to_qarray(self, axis: int = -2):
+        """Convert to an array of Qwix, without loss; needs the extra `qwix`.
+
+        The scales are ``block_scale * global_scale`` in float32, because Qwix has no global scale.
+
+        Args:
+          axis: the axis of the result along which a scale has 16 values, -2 or -1. The default is
+            -2: the result is then a kernel ``[..., k, n]`` of Flax.
+
+        Returns:
+          A `qwix.QArray` of float4_e2m1fn values. Its `qtype` is "nvfp4" if all global scales are
+          known to be 1, as `from_qarray` makes them. `from_qarray` then restores the tensor.
+
+        Raises:
+          ImportError: if Qwix is not installed.
+          ValueError: if `axis` is another axis.
+        """
+        return make_qarray(self.to_layout(CANONICAL).codes, self.scale(), self.global_scale, axis)
+
+    @property
+    def mT(self) -> "TransposedNVFP4Tensor":
+        """A view of the same matrices with swapped axes: ``[..., k, n]``, as Flax stores kernels.
+
+        It is what `ragged_dot` takes, and what libraries pass on that check the shape of a weight.
+        """
+        return TransposedNVFP4Tensor(self)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape ``[..., n, k]``, without the padding of a layout."""
@@ -232,6 +303,57 @@ def _join(static, arrays) -> NVFP4Tensor:
 
 
 jax.tree_util.register_pytree_with_keys(NVFP4Tensor, _named_arrays, _join, _arrays)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TransposedNVFP4Tensor:
+    """A view of NVFP4 matrices as ``[..., inputs, outputs]``; `NVFP4Tensor.mT` makes it.
+
+    No byte moves: a block of 16 values, which shares a scale, lies along the second to last axis.
+
+    Attributes:
+      tensor: `NVFP4Tensor` ``[..., n, k]``, in any layout.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> kernel = jax.random.normal(jax.random.key(0), (3, 64, 32))
+      >>> view = nvfp4.quantize(kernel.mT).mT
+      >>> view.shape, view.ndim, view.dequantize().shape
+      ((3, 64, 32), 3, (3, 64, 32))
+    """
+
+    tensor: NVFP4Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape ``[..., k, n]``."""
+        *lead, n, k = self.tensor.shape
+        return (*lead, k, n)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of `dequantize`, float32."""
+        return jnp.dtype(jnp.float32)
+
+    @property
+    def mT(self) -> NVFP4Tensor:
+        """The tensor itself."""
+        return self.tensor
+
+    def dequantize(self, dtype=jnp.float32) -> jax.Array:
+        """Return the values ``[..., k, n]``, computed in float32 and rounded once to `dtype`.
+
+        Args:
+          dtype: dtype of the result, float32 by default.
+        """
+        return self.tensor.dequantize(dtype).mT
 
 
 class _ExpertSizes:

@@ -14,7 +14,9 @@ from jax_nvfp4_moe.scheme import Scheme, Target
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
 # The warning names the innermost line of code that is in none of these packages.
-_LIBRARIES = frozenset({"contextlib", "flax", "functools", "jax", "jaxlib", "jax_nvfp4_moe"})
+_LIBRARIES = frozenset(
+    {"contextlib", "flax", "functools", "jax", "jaxlib", "jax_nvfp4_moe", "qwix", "tokamax"}
+)
 
 
 def report_conversion(op: str, here: str, plan: Plan, name: str) -> None:

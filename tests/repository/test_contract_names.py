@@ -24,6 +24,10 @@ SIGNATURES = {
     "load_tokenizer": "folder",
     "quantize_experts": "gate, up, down, *, algorithm='max', interleaved=False, gate_up_bias=None, "
     "down_bias=None, gate_up_input_scale=None, down_input_scale=None",
+    "ragged_dot": "lhs, rhs, group_sizes, *, ragged_dot_dimension_numbers=None, precision=None, "
+    "preferred_element_type=None, group_offset=None, activation=None, out_sharding=None, "
+    "manual_axis_type=None, zero_initialize=False, fuse_gateup_activation=None, scheme=None, "
+    "target=None, backend=None",
     "calibrate": "module, batches, *, scheme=None",
     "NVFP4Linear.from_dense": "kernel, *, algorithm='max', options",
     "NVFP4MoE.from_dense": "gate, up, down, router_kernel, options",
@@ -64,6 +68,7 @@ SIGNATURES = {
     "ops.route": "router, logits, bias=None, *, target=None, backend=None",
     "testing.random_moe_params": "key, *, num_experts, hidden, intermediate, gated=True",
     "NVFP4Tensor.from_packed": "packed, block_scale, global_scale",
+    "NVFP4Tensor.from_qarray": "array, axis=-2",
     "Target": "platform, compute_capability=None",
 }
 

@@ -14,6 +14,8 @@ import pytest
 import jax_nvfp4_moe as nvfp4
 
 MODULES = (nvfp4, nvfp4.ops, nvfp4.testing)
+# Modules that need a package of an extra -> the package.
+OF_EXTRAS = {"harness": "lm_eval", "qwix_provider": "qwix", "swap_maxtext": "qwix"}
 PARSER = doctest.DocTestParser()
 
 
@@ -22,8 +24,8 @@ def modules():
     yield nvfp4
     for found in pkgutil.walk_packages(nvfp4.__path__, f"{nvfp4.__name__}."):
         name = found.name.rpartition(".")[2]
-        if name == "harness" and importlib.util.find_spec("lm_eval") is None:
-            continue  # the extra `eval` brings what it imports
+        if name in OF_EXTRAS and importlib.util.find_spec(OF_EXTRAS[name]) is None:
+            continue
         if not name.startswith("_nvfp4_") and name != "__main__":
             yield importlib.import_module(found.name)
 

@@ -74,6 +74,10 @@ def test_the_run_time_reads_no_environment_variable():
     assert offenders == []
 
 
+# Modules that need a package of an extra -> the package.
+OF_EXTRAS = {"harness": "lm_eval", "qwix_provider": "qwix", "swap_maxtext": "qwix"}
+
+
 def packages(package):
     """Return a package and all packages inside."""
     yield package
@@ -88,8 +92,8 @@ def shadowed(package):
     for name in sorted(names):
         if name.startswith("_nvfp4_"):  # compiled, and loaded when a kernel needs it
             continue
-        if name == "harness" and importlib.util.find_spec("lm_eval") is None:
-            continue  # the extra `eval` brings what it imports
+        if name in OF_EXTRAS and importlib.util.find_spec(OF_EXTRAS[name]) is None:
+            continue
         module = importlib.import_module(f"{package.__name__}.{name}")
         if getattr(package, name) is not module:
             yield f"{package.__name__}.{name}"
@@ -128,6 +132,7 @@ HEAVY = (
     "matplotlib",
     "huggingface_hub",
     "lm_eval",
+    "qwix",
     "jax_nvfp4_moe._nvfp4_cpu",
 )
 # Prints which of the named packages the import loads, and whether Python's garbage collector runs
