@@ -119,6 +119,25 @@ def test_a_recurrent_mixer_decodes_with_one_call_between_its_projections(mixer, 
     assert read_report(run_program("deviceless_mixers.py", "h100", mixer, 1))["kernels"] == kernels
 
 
+@pytest.mark.parametrize(
+    ("mixer", "kernels"), [("qwen3.6", 3), ("kimi-linear", 7), ("nemotron-3-nano", 3)]
+)
+def test_a_recurrent_mixer_reads_a_window_with_one_call_between_its_projections(mixer, kernels):
+    """The kernel reads the kept state and writes those after each token: none is copied."""
+    process = run_program("deviceless_mixers.py", "h100", mixer, 4, "window")
+    # The others copy `kept`, one number for each row.
+    assert read_report(process)["kernels"] <= kernels + 2
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_decoding_with_drafts_is_one_cuda_graph_that_copies_no_cache(tmp_path, batch):
+    how = {"flags": f"--xla_dump_to={tmp_path}"}
+    process = run_program("deviceless_decode.py", "h100", batch, tmp_path, "nvfp4", "lookup", **how)
+    found = read_report(process)
+    assert found["in_one_graph"]
+    assert found["copied_bytes"] < found["cache_bytes"] / 100
+
+
 def test_latent_attention_decodes_without_kernels_of_xla():
     """The layer is three projections and four calls, which `chain_calls` can join into one."""
     assert read_report(run_program("deviceless_mixers.py", "h100", "deepseek-v3", 1)) == {

@@ -1,19 +1,23 @@
 """Compile the loop of `generate` for an absent GPU and print JSON about one decoding step.
 
-    python deviceless_decode.py TARGET.txtpb BATCH DUMP_FOLDER LINEARS
+    python deviceless_decode.py TARGET.txtpb BATCH DUMP_FOLDER LINEARS [DRAFT]
 
-LINEARS is the format of the linear layers of the attention: dense, fp8 or nvfp4. The model has the
-sizes of Qwen3-30B-A3B but fewer layers, and its weights are shapes without values.
+LINEARS is the format of the linear layers of the attention: dense, fp8 or nvfp4. With DRAFT, which
+is "lookup", steps read three drafts too. The JSON then has the bytes of the caches, and those that
+the program copies. The model has the sizes of Qwen3-30B-A3B but fewer layers, and its weights are
+shapes without values.
 `test_deviceless.py` runs this program in its own process, as it runs `deviceless_compile.py`.
 """
 
 import json
+import math
 import pathlib
 import re
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,6 +27,7 @@ from jax_nvfp4_moe import MoEParams, NVFP4Tensor, Scheme, Target
 from jax_nvfp4_moe.checkpoint import LinearWeights, Source
 from jax_nvfp4_moe.checkpoint.writing.synthetic import SyntheticSizes
 from jax_nvfp4_moe.inference import generation
+from jax_nvfp4_moe.inference.drafting import Drafting
 from jax_nvfp4_moe.models import qwen3_moe
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.building.settings import Settings
@@ -31,6 +36,7 @@ from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 LAYERS = (2, 4)  # the difference between the two is due to layers alone
 LENGTH, ROOM = 192, 64
+DRAFTS = 3
 # XLA runs these instructions without a kernel.
 FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant"}
 
@@ -98,17 +104,34 @@ def make_model(layers, linears):
     return nnx.eval_shape(lambda: qwen3_moe.build_model(config, make))
 
 
-def compile_loop(model, batch, sharding):
-    """Return the HLO text of greedy decoding."""
+def compile_loop(model, batch, sharding, draft=None):
+    """Return the HLO text of greedy decoding, and the bytes of the caches."""
     sampling = jax.eval_shape(lambda: generation.make_sampling(0.0, None, 1.0, (), None))
     limit = jax.ShapeDtypeStruct((), jnp.int32)
     cache = jax.eval_shape(lambda: model.init_cache(batch, LENGTH))
     state = jax.eval_shape(lambda cache: generation.State.begin(cache, batch, ROOM), cache)
+    if draft is not None:
+        how = Drafting(draft, DRAFTS, automatic=True)
+        ids, lengths = np.zeros((batch, LENGTH - ROOM), np.int32), np.ones(batch, np.int32)
+        given = state, ids, lengths, np.int32(ROOM)
+        state = generation.begin_from_text.eval_shape(model, *given, drafting=how)
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         (model, sampling, state, limit),
     )
-    return generation.decode.lower(*placed).compile().as_text()
+    return generation.decode.lower(*placed).compile().as_text(), count_bytes(cache)
+
+
+def count_bytes(tree):
+    """Return the bytes of all arrays of a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def count_copied_bytes(text):
+    """Return the bytes of all copies that a program runs, each counted once."""
+    shapes = re.findall(r"^ .*? = (\w+)\[([\d,]*)\]\S* (?:copy|copy-start)\(", text, re.M)
+    sizes = (math.prod(map(int, filter(None, shape.split(",")))) for _, shape in shapes)
+    return sum(4 * size for size in sizes)  # no array of these programs has wider elements
 
 
 def count_kernels(text):
@@ -135,9 +158,15 @@ if __name__ == "__main__":
     )
     mesh = jax.sharding.Mesh(topology.devices, ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
-    few, many = (
-        count_kernels(compile_loop(make_model(layers, sys.argv[4]), int(sys.argv[2]), sharding))
-        for layers in LAYERS
+    batch, linears, draft = int(sys.argv[2]), sys.argv[4], (*sys.argv[5:], None)[0]
+    models = [make_model(layers, linears) for layers in LAYERS]
+    (few, _), (many, cache_bytes) = (
+        compile_loop(model, batch, sharding, draft) for model in models
     )
-    kernels = (many - few) / (LAYERS[1] - LAYERS[0])
-    print(json.dumps({"kernels_a_layer": kernels, "in_one_graph": in_one_graph(dump)}))
+    found: dict[str, float | bool] = {"in_one_graph": in_one_graph(dump)}
+    if draft is None:
+        kernels = count_kernels(many) - count_kernels(few)
+        found["kernels_a_layer"] = kernels / (LAYERS[1] - LAYERS[0])
+    else:
+        found |= {"copied_bytes": count_copied_bytes(many), "cache_bytes": cache_bytes}
+    print(json.dumps(found))

@@ -1,11 +1,12 @@
 """Compile a mixer of tokens for an absent GPU, and print JSON about the kernels that it runs.
 
-    python deviceless_mixers.py TARGET.txtpb MIXER TOKENS
+    python deviceless_mixers.py TARGET.txtpb MIXER TOKENS [window]
 
-MIXER is a key of `MIXERS`, or `solver` for a triangular solver alone. The mixers have the sizes of
-published models, and their weights are shapes without values. `kernels` counts the kernels and
-library calls of one call of the mixer. A kernel in the body of a loop counts once for each
-iteration. `solves` counts the calls of triangular solvers.
+MIXER is a key of `MIXERS`, or `solver` for a triangular solver alone. With "window", the cache has
+a window of states, as decoding with drafts needs it. The mixers have the sizes of published models,
+and their weights are shapes without values. `kernels` counts the kernels and library calls of one
+call of the mixer. A kernel in the body of a loop counts once for each iteration. `solves` counts
+the calls of triangular solvers.
 `test_deviceless.py` runs this program in its own process, as it runs `deviceless_compile.py`.
 """
 
@@ -31,6 +32,7 @@ from jax_nvfp4_moe.nn.recurrent.gated_delta_net import DeltaSizes, GatedDeltaNet
 from jax_nvfp4_moe.nn.recurrent.kimi_delta import KimiDelta, KimiDeltaSizes
 from jax_nvfp4_moe.nn.recurrent.mamba2 import Mamba2, Mamba2Config
 from jax_nvfp4_moe.numerics.rope import Rope
+from jax_nvfp4_moe.ops.state_window import StateWindow
 
 ROOM = 4096  # tokens that a cache has room for
 
@@ -82,7 +84,7 @@ MIXERS = {
 }
 
 
-def compile_mixer(name, tokens, sharding):
+def compile_mixer(name, tokens, sharding, window=False):
     """Return the HLO text of the mixer for one row of tokens, with a cache."""
     make, sizes = MIXERS[name]
     settings = Settings(Target("cuda", (9, 0)))
@@ -91,7 +93,10 @@ def compile_mixer(name, tokens, sharding):
     )
     x = jax.ShapeDtypeStruct((1, tokens, sizes.hidden), mixer.dtype)
     positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    operands = (mixer, x, positions, jax.eval_shape(lambda: mixer.empty_cache(1, ROOM)))
+    cache = jax.eval_shape(lambda: mixer.empty_cache(1, ROOM))
+    if window:
+        cache = jax.eval_shape(lambda cache: StateWindow.open(cache, mixer.states, tokens), cache)
+    operands = mixer, x, positions, cache
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), operands
     )
@@ -137,12 +142,14 @@ def count_solves(text):
 
 
 if __name__ == "__main__":
-    config, name, tokens = sys.argv[1:]
+    config, name, tokens, *window = sys.argv[1:]
     cuda_calls.register()
     topology = topologies.get_topology_desc(
         "described", "cuda", target_config=pathlib.Path(config).read_text(), topology="1x1x1"
     )
     whole = NamedSharding(jax.sharding.Mesh(topology.devices, ("x",)), PartitionSpec())
-    solver = name == "solver"
-    text = compile_solver(int(tokens), whole) if solver else compile_mixer(name, int(tokens), whole)
+    if name == "solver":
+        text = compile_solver(int(tokens), whole)
+    else:
+        text = compile_mixer(name, int(tokens), whole, window == ["window"])
     print(json.dumps({"kernels": count_kernels(text), "solves": count_solves(text)}))
