@@ -33,8 +33,8 @@ _USUAL = {"lookup": 4, "mtp": 3}
 MOST_DRAFTS = 16
 # Of the running mean of tokens a step, this share is that of the last step.
 _SHARE = 1 / 8
-# "auto" stops drafting where it does not pay, and tries one step again after so many steps that
-# tries without any right draft take this share of the time. Texts change, so a pause has an end.
+# "auto" stops drafting where it does not pay, and tries one step again after a pause, since texts
+# change. Tries without any right draft take this share of the time.
 _TRIES = 1 / 100
 _LONGEST_PAUSE = 128
 # Time of a step with drafts over that of a step without, until both have been measured: 1 for the

@@ -13,8 +13,8 @@ from support.files.given import EXAMPLE, EXAMPLE_REFERENCE, copy_with_config
 import jax_nvfp4_moe as nvfp4
 
 DRAFTS, NEW, ROWS = 3, 96, 8
-# Tokens of a step with three drafts, measured in float32 for 32 prompts of the held-out text with
-# 300 new tokens each: the mean over the prompts, and their standard deviation.
+# Tokens of a step with three drafts: the mean over 32 prompts of the held-out text, with 300 new
+# tokens each in float32, and the standard deviation of a prompt.
 MEASURED, DEVIATION = 3.10, 0.73
 # Of 700 means of `ROWS` prompts, one is below three standard errors.
 FLOOR = MEASURED - 3 * DEVIATION / ROWS**0.5

@@ -218,5 +218,6 @@ def test_input_scales_are_those_of_a_calibration():
     for scale, expected in zip(
         (found.gate_up_input_scale, found.down_input_scale), largest, strict=True
     ):
-        np.testing.assert_allclose(scale, expected / 2688, rtol=1e-5)
+        # Both are maxima of sums of float32 products, in another order.
+        assert np.abs(np.asarray(scale) * 2688 / expected - 1).max() < 256 * 2**-24
     assert largest[0] != largest[1]
