@@ -147,11 +147,11 @@ def test_a_delta_step_requests_its_state_before_it_waits(listing, arch):
 
     There are two kernels for full widths and one for others, for each of three dtypes, and these
     nine again for decays of channels. One for full widths requests the state before it waits for
-    the preceding kernel.
+    the preceding kernel. All of them exist for one token, and for windows of tokens.
     """
     steps = kernels(listing, arch, "9DeltaStepI")
-    assert len(steps) == 18
-    assert sum(map(is_early_step, steps)) == 6
+    assert len(steps) == 36
+    assert sum(map(is_early_step, steps)) == 12
     for name, instructions in steps.items():
         loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
         assert len(loads) == 16, name
@@ -164,16 +164,16 @@ def test_a_delta_step_requests_its_state_before_it_waits(listing, arch):
 def test_a_mamba2_step_requests_its_state_before_it_waits(listing, arch):
     """A thread requests 8 vectors of usual sizes, and 16 of others, for each of three dtypes.
 
-    For usual sizes there are two kernels, as for a delta step.
+    For usual sizes there are two kernels, as for a delta step, and all of them again for windows.
     """
     steps = kernels(listing, arch, "10Mamba2StepI")
-    assert sum(map(is_early_step, steps)) == 3
+    assert sum(map(is_early_step, steps)) == 6
     counts = []
     for name, instructions in steps.items():
         loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
         assert loads[-1] < first_of(instructions, bound_of_loads(name, arch)), name
         counts.append(len(loads))
-    assert sorted(counts) == [8] * 6 + [16] * 3
+    assert sorted(counts) == [8] * 12 + [16] * 6
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

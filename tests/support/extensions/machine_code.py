@@ -27,7 +27,7 @@ MEMORY = {"LDG", "LDGSTS", "STG", "LD", "ST", "ATOMG", "ATOM", "REDG", "RED", "U
 
 # A step of a recurrent mixer that loads the state before it waits: kEarly in delta_step.cu and
 # mamba2_step.cu.
-_EARLY_STEP = re.compile(r"9DeltaStepI.*Lb1ELb[01]ELb1EE|10Mamba2StepI.*Li8ELb1EE")
+_EARLY_STEP = re.compile(r"9DeltaStepI.*Lb1ELb[01]ELb1ELb[01]EE|10Mamba2StepI.*Li8ELb1ELb[01]EE")
 
 
 def is_early_step(kernel):
