@@ -166,10 +166,13 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
 
   const bool active = group < groups;
   const int32_t kept = kMany && kEarly ? KeptSlot(p.kept, row, c.w) : 0;
+  // Returns the place of this head in arrays that have `count` slots or tokens in a row.
+  const auto place_in = [&](int count, int index) -> int64_t {
+    return kMany ? (row * count + index) * heads + head : blockIdx.x;
+  };
   // Returns what this thread has of a state.
   const auto state_in = [&](int slot) {
-    const int64_t block = (row * c.w + slot) * heads + head;
-    return reinterpret_cast<float4*>(p.state) + block * c.d * lanes + thread;
+    return reinterpret_cast<float4*>(p.state) + place_in(c.w, slot) * c.d * lanes + thread;
   };
   Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row, kept);
   OwnChannel channels[2] = {};
@@ -283,9 +286,12 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
     }
     each_channel([&](int own, int i) {
       const int32_t channel = channels[own].convolved;
-      const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channels[own]);
-      const int current = max(pass, 0);
-      mixed[i] = Silu(Convolve(convolution, channel, windows[own], inputs, current));
+      const auto earlier = [&](int tap) {
+        if constexpr (!kMany) return *convolution.Past(tap, channel);
+        const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channels[own]);
+        return InputAt(convolution, channel, inputs, max(pass, 0) + tap);
+      };
+      mixed[i] = Silu(Convolve(convolution, channel, windows[own], earlier));
       if (!kMany && real && i >= 2 * c.d && present) {
         Advance(convolution, channel, windows[own]);
       }
@@ -376,8 +382,7 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
 #pragma unroll
       for (int i = 0; i < kMaxWidth / 32; ++i) sum += squares[i];
       const float normal = weight * (y * ReciprocalRoot(sum / static_cast<float>(c.e) + c.eps));
-      const int64_t place = (row * c.t + pass) * heads + head;
-      static_cast<T*>(p.y)[place * c.e + thread] =
+      static_cast<T*>(p.y)[place_in(c.t, pass) * c.e + thread] =
           FromFloat<T>(normal * (kChannels ? Sigmoid(token.gate) : Silu(token.gate)));
     }
   };

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? (kMany ? 2 : 3) 
   const int32_t kept = kMany && kEarly ? KeptSlot(p.kept, row, c.w) : 0;
   // Returns what this thread has of a state.
   const auto state_in = [&](int slot) {
-    const int64_t block = (row * c.w + slot) * c.heads + head;
+    const int64_t block = kMany ? (row * c.w + slot) * c.heads + head : blockIdx.x;
     return reinterpret_cast<float4*>(p.state) + block * c.p * lanes + thread;
   };
   Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row, kept);
@@ -185,9 +185,12 @@ __global__ void __launch_bounds__(kThreads, kUsual && !kEarly ? (kMany ? 2 : 3) 
       step_and_decay[1] = present ? expf(-clipped * expf(p.A_log[head])) : 1.0f;
     }
     each_channel([&](int own, int i) {
-      const TokenInputs<T> inputs = InputsOf<T>(c, p, sizes, row, channels[own]);
-      const int current = max(pass, 0);
-      const float sum = Convolve(convolution, channels[own], windows[own], inputs, current);
+      const auto earlier = [&](int tap) {
+        if constexpr (!kMany) return *convolution.Past(tap, channels[own]);
+        const TokenInputs<T> inputs = InputsOf<T>(c, p, sizes, row, channels[own]);
+        return InputAt(convolution, channels[own], inputs, max(pass, 0) + tap);
+      };
+      const float sum = Convolve(convolution, channels[own], windows[own], earlier);
       mixed[i] = ActivateGate(c.activation, sum + biases[own]);
       if (!kMany && real && i < c.p && present) Advance(convolution, channels[own], windows[own]);
     });

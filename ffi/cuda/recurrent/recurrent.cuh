@@ -109,16 +109,15 @@ __device__ __forceinline__ void PrefetchWindow(const Convolution<T>& c, int32_t 
   }
 }
 
-// Returns the sum over all taps for token `token`, from the oldest tap on.
-template <typename T>
+// Returns the sum over all taps, from the oldest on. `earlier(tap)` returns an input that is not in
+// the window.
+template <typename T, typename Earlier>
 __device__ __forceinline__ float Convolve(const Convolution<T>& c, int32_t channel,
-                                          const Window<T>& window, const TokenInputs<T>& tokens,
-                                          int token) {
+                                          const Window<T>& window, const Earlier& earlier) {
   float sum = 0.0f;
 #pragma unroll 1
   for (int tap = 0; tap < c.taps - kWindow; ++tap) {
-    sum += ToFloat(InputAt(c, channel, tokens, token + tap)) *
-           c.weights[static_cast<int64_t>(channel) * c.taps + tap];
+    sum += ToFloat(earlier(tap)) * c.weights[static_cast<int64_t>(channel) * c.taps + tap];
   }
 #pragma unroll
   for (int back = kWindow - 1; back >= 0; --back) {
