@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -50,9 +49,10 @@ def test_the_layer_computes_what_it_does_with_dequantized_weights(options, monke
             lowered = jax.jit(lambda state, x: call(nnx.merge(graph, state), x)).lower(state, x)
     kernels = re.findall(r"custom_call @(nvfp4_\S+?)\(", lowered.as_text())
     assert kernels == ["nvfp4_grouped_gemm_w4a16_cpu"] * 3
-    size = float(jnp.abs(expected).max())
-    np.testing.assert_allclose(actual, expected, atol=1e-5 * size)
-    assert float(jnp.abs(before - expected).max()) > 1e-2 * size  # quantization changes the result
+    # Two products, whose sums of 64 and 96 float32 numbers have another order.
+    bound = 4 * (64 + 96) * 2**-24 * float(jnp.abs(expected).max())
+    assert float(jnp.abs(actual - expected).max()) <= bound
+    assert float(jnp.abs(before - expected).max()) > 100 * bound  # quantization changes the result
 
 
 def test_the_example_runs(capsys, monkeypatch):
