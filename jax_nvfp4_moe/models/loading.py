@@ -36,14 +36,17 @@ from jax_nvfp4_moe.models import (
     hunyuan_moe,
     kimi_linear,
     lfm2_moe,
+    llama,
     llama4,
     minimax_m2,
     minimax_m3,
+    mistral,
     mistral4,
     mixtral,
     nemotron_h,
     olmoe,
     qwen2_moe,
+    qwen3,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
@@ -108,6 +111,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MiniMaxM3SparseForConditionalGeneration": minimax_m3.ARCHITECTURE,
     "MiniMaxM3VLForCausalLM": minimax_m3.ARCHITECTURE,
     "Step3p7ForConditionalGeneration": step3p7.ARCHITECTURE,
+    "LlamaForCausalLM": llama.ARCHITECTURE,
+    "MistralForCausalLM": mistral.ARCHITECTURE,
+    "Qwen2ForCausalLM": qwen3.QWEN2,
+    "Qwen3ForCausalLM": qwen3.QWEN3,
 }
 
 _LOG = logging.getLogger("jax_nvfp4_moe")

@@ -45,6 +45,11 @@ ON_REFERENCE = (
 )
 
 
+def stack(replaced, ids):
+    """Return which choices were replaced ``[layers, b, t, ...]``, without layers if none has any."""
+    return jnp.stack(replaced) if replaced else jnp.zeros((0, *ids.shape), jnp.bool_)
+
+
 @jax.jit
 def run_float32(model, ids, choices, rounds):
     """Return logits, the choices of experts and keys, and which tokens' choices were replaced."""
@@ -55,7 +60,7 @@ def run_float32(model, ids, choices, rounds):
     ):
         logits = model(ids)
     tokens = [one for calls in seen.values() for one in calls if isinstance(one, RoutedTokens)]
-    return logits, [(one.expert_ids, one.expert_weights) for one in tokens], jnp.stack(replaced)
+    return logits, [(one.expert_ids, one.expert_weights) for one in tokens], stack(replaced, ids)
 
 
 @functools.partial(jax.jit, static_argnames="decodes")
@@ -71,7 +76,7 @@ def run_with_cache(model, ids, choices, decodes):
         ids, choices = given
         with followed_choices(choices) as replaced:
             logits, cache = model(ids, cache)
-        return cache, (logits, jnp.stack(replaced))
+        return cache, (logits, stack(replaced, ids))
 
     def take_pieces(cache, count, given):
         pieces = jax.tree.map(lambda x: jnp.stack(jnp.split(x, count, axis=1)), given)
@@ -156,7 +161,7 @@ def times_rounding(case, exact, edit=lambda default: None):
     )
     error = np.asarray(logits) - exact.logits
     ratios = (size(error) / size(exact.explained) for size in (np.linalg.norm, _worst))
-    return *ratios, np.mean(replaced)
+    return *ratios, np.mean(replaced) if replaced.size else 0.0
 
 
 def test_logits(case, exact):

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from support.files.checkpoint_edits import edited
-from support.files.given import CHECKPOINTS, MODELS, copy_with_config
+from support.files.given import CHECKPOINTS, MODELS, WITH_EXPERTS, copy_with_config
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config
@@ -69,6 +69,8 @@ def test_far_more_layers_or_experts_than_the_file_holds_are_one_sentence(folder,
     # Where the config lists all layers, the list differs from the number.
     assert "000 layers (num_hidden_layers" in found[0] or "expected" in found[0]
     assert len(found) < 6
+    if folder not in WITH_EXPERTS:
+        return
     name = next(name for name in EXPERTS if name in config)
     many = copy_with_config(CHECKPOINTS / folder, tmp_path / "experts", **{name: 1_000_000})
     found = problems(many, inspect)

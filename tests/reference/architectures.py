@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from tests.reference.architecture import YARN
+from tests.reference.dense_models import DENSE_MODELS
 from tests.reference.grouped_query_models import GROUPED_QUERY_MODELS
 from tests.reference.latent_models import LATENT_MODELS
 from tests.reference.recurrent_models import RECURRENT_MODELS
@@ -14,7 +15,7 @@ PUBLISHED_NEMOTRON = {
     "num_hidden_layers": 4,
 }
 PUBLISHED_NEXT = {"layer_types": None, "full_attention_interval": 2}
-ARCHITECTURES = GROUPED_QUERY_MODELS | LATENT_MODELS | RECURRENT_MODELS
+ARCHITECTURES = GROUPED_QUERY_MODELS | LATENT_MODELS | RECURRENT_MODELS | DENSE_MODELS
 ARCHITECTURES |= {
     f"{name}-published": dataclasses.replace(ARCHITECTURES[name], edits=edits, old_rope=old_rope)
     for name, edits, old_rope in (

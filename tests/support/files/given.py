@@ -19,6 +19,9 @@ MODELS = sorted(
     for path in CHECKPOINTS.glob("*/reference.safetensors")
     if (path.parent / "model.safetensors").exists()
 )
+# Those of them without experts, by the name of the family.
+DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+WITH_EXPERTS = [name for name in MODELS if name.split("-")[0] not in DENSE_FAMILIES]
 EXAMPLE = pathlib.Path(jax_nvfp4_moe.__file__).parent / "examples" / "tiny-python-moe"
 EXAMPLE_REFERENCE = CHECKPOINTS / "tiny-python-moe-reference"
 
