@@ -46,7 +46,7 @@ ON_REFERENCE = (
 
 
 def stack(replaced, ids):
-    """Return which choices were replaced ``[layers, b, t, ...]``, without layers if none has any."""
+    """Return which choices were replaced ``[layers, b, t, ...]``; no layers if none has experts."""
     return jnp.stack(replaced) if replaced else jnp.zeros((0, *ids.shape), jnp.bool_)
 
 
