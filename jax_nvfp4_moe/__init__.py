@@ -1,4 +1,4 @@
-"""NVFP4 mixture-of-experts inference for JAX and Flax.
+"""NVFP4 inference for JAX and Flax: mixture-of-experts and dense language models.
 
 Load a checkpoint and generate, or run one expert layer in your own model::
 

@@ -45,7 +45,7 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     name=NAME,
-    help="NVFP4 mixture-of-experts inference for JAX.",
+    help="NVFP4 language models in JAX: mixture-of-experts and dense ones.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

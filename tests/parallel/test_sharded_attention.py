@@ -60,6 +60,8 @@ MODELS = {
     "minimax_m3": ("minimax_m3-modelopt-w4a16", ((2, 4),)),
     # Its layers have 4 query heads, or 8 with a window. Each device has 1 or 2.
     "step3p7": ("step3p7-modelopt-w4a16", ((2, 4),)),
+    # Dense models, which have nothing to shard along `expert`.
+    "llama": ("llama-modelopt-w4a16", ((2, 4), (1, 2))),
 }
 # All-reduces of attentions, experts, dense MLPs, the embedding, and means of queries and keys; then
 # those of shared experts. The latter join those of the experts if both add over the same devices.
@@ -85,6 +87,7 @@ SENT = {
     "gemma4": (2 + 2 + 0 + 1, 2),
     "minimax_m3": (2 + 1 + 1 + 1, 1),
     "step3p7": (3 + 2 + 1 + 1, 2),
+    "llama": (2 + 0 + 2 + 1, 0),
 }
 # Folder, its architecture, and the scheme to load with.
 ATTENTIONS = {
