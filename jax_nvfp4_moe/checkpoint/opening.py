@@ -9,6 +9,7 @@ from jax_nvfp4_moe.checkpoint.experts.forms import divide_stacks
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config
 from jax_nvfp4_moe.checkpoint.formats.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_key_mapping
+from jax_nvfp4_moe.checkpoint.reading.garbage import paused_collection
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 
 
@@ -37,6 +38,7 @@ class Checkpoint:
         self.tensors.close()
 
 
+@paused_collection()
 def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
     """Open a checkpoint folder, and read its configs and the headers of all its files.
 

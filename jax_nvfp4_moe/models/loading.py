@@ -19,6 +19,7 @@ from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
 from jax_nvfp4_moe.checkpoint.formats.rules import Decision
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
+from jax_nvfp4_moe.checkpoint.reading.garbage import paused_collection
 from jax_nvfp4_moe.checkpoint.reading.reader import Reader
 from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids
 from jax_nvfp4_moe.checkpoint.table import WeightTable
@@ -406,6 +407,7 @@ def find_moe(checkpoint: Checkpoint, layer: int, settings: Settings) -> UnreadMo
     )
 
 
+@paused_collection()
 def _find(checkpoint, row, build, path, settings, options):
     """Build the abstract module at `path`, and check the headers of its tensors."""
     options = options or _options(settings)

@@ -1,5 +1,6 @@
 """The modules that a quantization config excludes, by name or by wildcard."""
 
+import functools
 import re
 from collections.abc import Iterable
 
@@ -40,6 +41,8 @@ class Exclusions:
         self._lengths = sorted({len(beginning) for beginning in self._beginnings})
         self._wildcards = [p for p in wild if p[:-1] not in self._beginnings or p[-1] != "*"]
         self._index = PatternIndex(enumerate(map(Wildcard, self._wildcards)), source)
+        # A file has tens of thousands of linears of experts, and few modules that contain them.
+        self._named = functools.cache(self._find_named)
 
     def find(self, module: str) -> str | None:
         """Return the source and the entry that excludes `module`, or None."""
@@ -48,10 +51,8 @@ class Exclusions:
 
     def _match(self, name):
         """Return the entry that matches the name, or the name of a module that contains it."""
-        wholes = (name, *parents(name))
-        for whole in wholes:
-            if whole in self._names:
-                return whole
+        if named := self._named(name):
+            return named
         for length in self._lengths:
             if name[:length] in self._beginnings:
                 return f"{name[:length]}*"
@@ -60,8 +61,17 @@ class Exclusions:
         for part in _parts(name) if self._parts_match else ():
             if part in self._names:
                 return part
-        found = self._index.find(wholes if self._parents_match else (name,))
+        if not self._wildcards:
+            return None
+        found = self._index.find((name, *parents(name)) if self._parents_match else (name,))
         return self._wildcards[found[0]] if found else None
+
+    def _find_named(self, name):
+        """Return the name, or that of the innermost module around it, that the list has."""
+        if name in self._names:
+            return name
+        parent = name.rpartition(".")[0]
+        return self._named(parent) if parent else None
 
 
 def _is_plain(text):

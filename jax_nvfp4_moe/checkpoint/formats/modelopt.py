@@ -99,6 +99,8 @@ class _Activations:
         """Return the decision of an algorithm with what the module's group says of activations."""
         if decision.scheme not in WEIGHTS_ONLY:
             return decision
+        if not self._names:
+            return decision._replace(labelled=True)
         found = self._targets.find(module) or [
             entry for parent in parents(module) for entry in self._targets.by_name(names_of(parent))
         ]
