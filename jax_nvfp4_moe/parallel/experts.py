@@ -13,7 +13,9 @@ in float32 for every dtype::
 The only communication is then one all-reduce of the tokens.
 """
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,6 +28,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.reading.read_ahead import read_ahead
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
@@ -159,7 +162,9 @@ def _read_chunks(params, layout, sharded: ShardLayout | None, expert_mesh: Exper
 
         return jax.tree.map(read_array, params, layouts, specs)
 
-    experts = join_chunks(read, count, step, layout, expert_mesh)
+    reads = (functools.partial(read, first) for first in range(0, count, step))
+    with contextlib.closing(read_ahead(reads)) as chunks:
+        experts = join_chunks(chunks, count, step, layout, expert_mesh)
     return dataclasses.replace(experts, gate_up_input_scale=scale)
 
 

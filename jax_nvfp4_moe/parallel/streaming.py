@@ -2,13 +2,12 @@
 
 A chunk is a few experts. Each chunk is read, copied to its devices, converted to the kernel layout
 there, and written into the arrays of all experts. These arrays are donated, so that their memory is
-reused. A thread reads the next chunk in the meantime. Loading therefore needs memory for the layer
-and a few chunks.
+reused. The chunks are read one ahead; see `read_ahead`. Loading therefore needs memory for the
+layer and a few chunks.
 """
 
-import concurrent.futures
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TypeVar
 
 import jax
@@ -47,7 +46,7 @@ def chunk_size(
 
 
 def join_chunks(
-    read: Callable[[int], Experts],
+    chunks: Iterator[Experts],
     count: int,
     step: int,
     layout: str | None,
@@ -56,32 +55,24 @@ def join_chunks(
     """Return the experts of all chunks in `layout`.
 
     Args:
-      read: function that maps the first expert of a chunk, counted within each shard, to the
-        canonical chunk: numpy arrays ``[step, ...]``, or global arrays ``[expert * step, ...]`` on
-        the devices of a mesh. It runs in another thread, in which the caller's `jax.default_device`
-        has no effect.
+      chunks: the canonical chunks in order, of which as many are taken as the experts need: numpy
+        arrays ``[step, ...]``, or global arrays ``[expert * step, ...]`` on the devices of a mesh.
       count: number of experts of one shard, a multiple of `step`.
       step: number of experts per chunk.
       layout: name of the layout of the result; None for no conversion.
       expert_mesh: the mesh of the shards; None (default) for one device.
     """
     if step == count:
-        return jax.block_until_ready(_convert_whole(read(0), layout, expert_mesh))
+        return jax.block_until_ready(_convert_whole(next(chunks), layout, expert_mesh))
     joined = None
-    with concurrent.futures.ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(read, 0)
-        for first in range(0, count, step):
-            chunk = coming.result()
-            if first + step < count:
-                coming = reader.submit(read, first + step)
-            chunk = chunk if expert_mesh else jax.device_put(chunk)
-            if joined is None:
-                joined = _allocate(chunk, count, layout, expert_mesh)
-            # Wait here, so that at most one further chunk, the one that is being read, is in
-            # memory.
-            joined = jax.block_until_ready(
-                _write(joined, chunk, np.int32(first), layout, expert_mesh)
-            )
+    for first in range(0, count, step):
+        chunk = next(chunks)
+        chunk = chunk if expert_mesh else jax.device_put(chunk)
+        if joined is None:
+            joined = _allocate(chunk, count, layout, expert_mesh)
+        # Wait here, so that at most one further chunk, the one that is being read, is in memory.
+        joined = jax.block_until_ready(_write(joined, chunk, np.int32(first), layout, expert_mesh))
+        del chunk
     assert joined is not None
     return joined
 

@@ -21,6 +21,7 @@ from support.files.unquantized import SMALL
 from support.models.architecture import KERNELS, relative, run
 
 from jax_nvfp4_moe import CheckpointError, Scheme, Target, explain, load_model, load_moe
+from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
 from jax_nvfp4_moe.models.config import Fields, read_rope
@@ -277,3 +278,19 @@ def test_a_scheme_that_nothing_can_follow_is_said(caplog):
     assert (
         "scheme w4a16 has no effect on this checkpoint, which has no NVFP4 weights" in caplog.text
     )
+
+
+def test_wrong_values_are_those_of_the_first_part_that_has_any(tmp_path):
+    """The next part is read ahead, and its values are reported only if its turn comes."""
+    folder = copy_with_config(QWEN, tmp_path / "m")
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight_scale" for layer in (0, 1)]
+    with open_checkpoint(folder) as checkpoint:
+        infos = [checkpoint.tensors.info(name) for name in names]
+    for info in infos:
+        with (folder / info.file).open("r+b") as stream:
+            stream.seek(info.start)
+            stream.write(b"\x7f")
+    for _ in range(5):
+        with pytest.raises(CheckpointError, match=r"layers\.0.*block scales are NaN") as caught:
+            load_model(folder)
+        assert "layers.1" not in str(caught.value)

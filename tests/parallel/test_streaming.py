@@ -1,9 +1,12 @@
 """Test streaming of experts to a device: equal bits, and no second copy of the layer."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
+from jax_nvfp4_moe.checkpoint.reading.read_ahead import read_ahead
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.parallel import streaming
 from jax_nvfp4_moe.scheme import Target
@@ -20,14 +23,17 @@ def params():
     )
 
 
-def reader(params, step):
-    return lambda first: jax.tree.map(lambda x: x[first : first + step], params)
+def chunks(params, step):
+    return (
+        jax.tree.map(lambda x, first=first: x[first : first + step], params)
+        for first in range(0, params.num_experts, step)
+    )
 
 
 @pytest.mark.parametrize("step", [1, 2, 6])
 @pytest.mark.parametrize("layout", [*LAYOUTS, None])
 def test_chunks_make_the_whole(params, layout, step):
-    made = streaming.join_chunks(reader(params, step), 6, step, layout)
+    made = streaming.join_chunks(chunks(params, step), 6, step, layout)
     expected = params if layout is None else jax.jit(lambda p: p.to_layout(layout))(params)
     assert jax.tree.structure(made) == jax.tree.structure(expected)
     for got, want in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
@@ -35,7 +41,7 @@ def test_chunks_make_the_whole(params, layout, step):
 
 
 def test_chunks_are_prepared_as_the_whole_is(params):
-    made = streaming.join_chunks(reader(params, 3), 6, 3, prepare(params).layout)
+    made = streaming.join_chunks(chunks(params, 3), 6, 3, prepare(params).layout)
     jax.tree.map(np.testing.assert_array_equal, made, prepare(params))
 
 
@@ -43,7 +49,7 @@ def test_chunks_are_prepared_as_the_whole_is(params):
 def test_a_chunk_is_written_in_place(params, layout):
     """The program needs memory for a few chunks, not for a copy of the layer or of one array."""
     count = 600
-    chunk = jax.device_put(reader(params, 1)(0))
+    chunk = jax.device_put(next(chunks(params, 1)))
     joined = streaming._allocate(chunk, count, layout, None)
     program = streaming._write.lower(joined, chunk, np.int32(0), layout, None).compile()
     memory = program.memory_analysis()
@@ -71,14 +77,13 @@ def test_sizes_of_chunks(params):
 
 def test_one_chunk_is_read_ahead(monkeypatch, params):
     """While one chunk is written, only the next one is read. A read error reaches the caller."""
-    read, written = reader(params, 1), []
-    alive = []
+    written, alive = [], []
 
-    def counted(first):
+    def counted(first, chunk):
         alive.append(first - len(written))
         if first == 4:
             raise OSError("the disk is gone")
-        return read(first)
+        return chunk
 
     def write(joined, *args):
         written.append(1)
@@ -86,7 +91,8 @@ def test_one_chunk_is_read_ahead(monkeypatch, params):
 
     original = streaming._write
     monkeypatch.setattr(streaming, "_write", write)
+    reads = (functools.partial(counted, *one) for one in enumerate(chunks(params, 1)))
     with pytest.raises(OSError, match="the disk is gone"):
-        streaming.join_chunks(counted, 6, 1, None)
+        streaming.join_chunks(read_ahead(reads), 6, 1, None)
     assert len(alive) == 5
     assert max(alive) <= 1

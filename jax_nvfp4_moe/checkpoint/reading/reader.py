@@ -1,6 +1,7 @@
 """Read arrays, and check the values that the headers do not show."""
 
 import concurrent.futures
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,12 @@ class Reader:
         self._where = where
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
         self.problems: list[str] = []
+
+    def fork(self) -> "Reader":
+        """Return a reader of the same tensors that keeps its own problems."""
+        other = copy.copy(self)
+        other.problems = []
+        return other
 
     def open(self, leaf: Unread) -> Any:
         """Return the array of a leaf, which is read part by part.

@@ -1,13 +1,17 @@
 """Fill an abstract model: read each part, put it on its devices, and set it into the model."""
 
-from collections.abc import Sequence
-from typing import Any
+import collections
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jax_nvfp4_moe.checkpoint.table import Source
+from jax_nvfp4_moe.checkpoint.reading.read_ahead import read_ahead
 from jax_nvfp4_moe.nn.building.builder import Part, Values, values_of_shard
 from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import MoEParams
@@ -33,46 +37,99 @@ def fill(root: Any, prefix: str, parts: Sequence[Part], reader: Any, how: Settin
       MemoryError: the memory of the device is too small. The message names the part and its size.
     """
     scope = f"{prefix}." if prefix else ""
-    for part in parts:
-        if part.path.startswith(scope):
-            owner, name = _find(root, part.path.removeprefix(scope))
-            abstract = getattr(owner, name)
-            _set(owner, name, place(part, reader, how, abstract))
+    own = [part for part in parts if part.path.startswith(scope)]
+    places = [_find(root, part.path.removeprefix(scope)) for part in own]
+    abstract = [getattr(owner, name) for owner, name in places]
+    with contextlib.closing(_place_all(own, reader, how, abstract)) as values:
+        for (owner, name), value in zip(places, values, strict=True):
+            _set(owner, name, value)
 
 
-def place(part: Part, reader: Any, how: Settings, abstract: Any = None) -> Any:
-    """Read one part and return it on its devices.
+def place(part: Part, reader: Any, how: Settings) -> Any:
+    """Read one part and return it on its devices. NVFP4 experts stay canonical.
 
     Args:
       part: the part to read.
       reader: open reader of the checkpoint.
       how: settings, which say where the values go.
-      abstract: the variable of the abstract model that the part fills. NVFP4 experts are converted
-        to its layout, the layout of the kernel that their module has chosen. None keeps them
-        canonical.
 
     Raises:
       CheckpointError: a scale is NaN or infinite.
       MemoryError: the memory of the device is too small. The message names the part and its size.
     """
-    value = _place(part, reader, how, abstract)
-    reader.raise_problems()
-    return value
+    with contextlib.closing(_place_all([part], reader, how, [None])) as values:
+        return next(values)
 
 
-def _place(part, reader, how, abstract):
-    """Read one part, wait for its devices, and turn a failed allocation into a `MemoryError`."""
+class _Plan(NamedTuple):
+    """How one part gets onto one device.
+
+    Attributes:
+      part: the part.
+      reader: the reader of this part alone.
+      reads: functions that read its arrays, at least one. They may be called before their turn.
+      build: takes the results of `reads` from an iterator, and returns the value.
+    """
+
+    part: Part
+    reader: Any
+    reads: Sequence[Callable[[], Any]]
+    build: Callable[[Iterator[Any]], Any]
+
+
+def _place_all(parts, reader, how, abstract) -> Generator[Any, None, None]:
+    """Yield the value of each part on its devices.
+
+    Args:
+      parts: the parts to read, in this order.
+      reader: open reader of the checkpoint.
+      how: settings, which say where the values go.
+      abstract: for each part, the variable of the abstract model that it fills. NVFP4 experts get
+        its layout, the layout of the kernel that their module has chosen. None keeps them
+        canonical.
+    """
+    layouts = [
+        _find_layout(variable) if part.experts is not None else None
+        for part, variable in zip(parts, abstract, strict=True)
+    ]
+    if how.expert_mesh is not None:
+        for part, layout in zip(parts, layouts, strict=True):
+            with _naming_what_is_too_large(part, how):
+                value = jax.block_until_ready(_place_on_mesh(part, reader, how, layout))
+            reader.raise_problems()
+            yield value
+        return
+    plans: collections.deque[_Plan] = collections.deque()
+
+    def reads():
+        for part, layout in zip(parts, layouts, strict=True):
+            with _naming_what_is_too_large(part, how):
+                plans.append(_plan(part, reader.fork(), how, layout))
+            yield from plans[-1].reads
+
+    with contextlib.closing(read_ahead(reads())) as arrays:
+        for first in arrays:
+            plan = plans.popleft()
+            with _naming_what_is_too_large(plan.part, how):
+                # Wait for each part. During its conversion a part is in memory twice, and reading
+                # more than the next arrays at that time would raise the peak memory of a load.
+                value = plan.build(itertools.chain([first], arrays))
+                del first
+                jax.block_until_ready(value)
+            plan.reader.raise_problems()
+            yield value
+            del value
+
+
+@contextlib.contextmanager
+def _naming_what_is_too_large(part, how):
+    """Turn a failed allocation into a `MemoryError` that names the part."""
     try:
-        # Wait for each part. During its conversion a part is in memory twice, and reading the next
-        # part at that time would raise the peak memory of a load.
-        if part.experts is not None:
-            layout = _find_layout(abstract)
-            return jax.block_until_ready(_place_experts(part.experts, reader, how, layout))
-        return jax.block_until_ready(_place_part(part, reader, how))
+        yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        sources = list(part.sources.values())
+        sources = [part.experts] if part.experts is not None else list(part.sources.values())
         leaves = jax.tree.leaves([source.value for source in sources])
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         name = sources[0].name
@@ -82,16 +139,40 @@ def _place(part, reader, how, abstract):
         ) from error
 
 
-def _place_part(part: Part, reader, how: Settings) -> Any:
-    """Return a part that does not hold routed experts, on its devices."""
-    assert part.construct is not None
+def _plan(part: Part, reader, how: Settings, layout: str | None) -> _Plan:
+    """Return how a part gets onto one device. Experts that need a layout are read in chunks."""
+    if part.experts is None:
+        values = {name: source.read(reader) for name, source in part.sources.items()}
+        construct = part.construct
+        assert construct is not None
+        read = functools.partial(_read, values, ())
+        return _Plan(part, reader, [read], lambda arrays: construct(jax.device_put(next(arrays))))
+    params = part.experts.read(reader)
+    if layout is None:
+        read = functools.partial(_read, params, ())
+        return _Plan(part, reader, [read], lambda arrays: jax.device_put(next(arrays)))
+    count = params.num_experts
+    step = chunk_size(params, count, how.target)
+    chunks = [slice(first, first + step) for first in range(0, count, step)]
+    reads = [functools.partial(_read, params, chunk) for chunk in chunks]
+    return _Plan(part, reader, reads, lambda arrays: join_chunks(arrays, count, step, layout))
+
+
+def _read(values, index):
+    """Read the part of each lazy array that `index` selects."""
+    return jax.tree.map(lambda leaf: leaf[index], values)
+
+
+def _place_on_mesh(part: Part, reader, how: Settings, layout: str | None) -> Any:
+    """Return a part on the devices of a mesh. Each process reads what its own devices need."""
+    assert how.expert_mesh is not None
+    if part.experts is not None:
+        return shard_experts(part.experts.read(reader), how.expert_mesh, layout=layout)
     values = {name: source.read(reader) for name, source in part.sources.items()}
     if part.shards > 1:
-        assert how.expert_mesh is not None
         return _place_shards(part, values, how.expert_mesh)
-    if how.expert_mesh is not None:
-        return part.construct(replicate(values, how.expert_mesh))
-    return part.construct(jax.device_put(jax.tree.map(lambda leaf: leaf[()], values)))
+    assert part.construct is not None
+    return part.construct(replicate(values, how.expert_mesh))
 
 
 def _place_shards(part: Part, values: Values, expert_mesh: ExpertMesh) -> Any:
@@ -138,21 +219,6 @@ def _find_layout(abstract: nnx.Variable | None) -> str | None:
     """Return the layout of the NVFP4 experts in a variable; None if it holds other values."""
     params = None if abstract is None else abstract.get_value()
     return params.layout if isinstance(params, MoEParams) else None
-
-
-def _place_experts(experts: Source, reader, how: Settings, layout: str | None) -> Any:
-    """Return the experts of one layer on their devices, in `layout`; read a few at a time."""
-    params = experts.read(reader)
-    if how.expert_mesh is not None:
-        return shard_experts(params, how.expert_mesh, layout=layout)
-    if layout is None:
-        return jax.device_put(jax.tree.map(lambda leaf: leaf[()], params))
-    step = chunk_size(params, params.num_experts, how.target)
-
-    def read(first):
-        return jax.tree.map(lambda leaf: leaf[first : first + step], params)
-
-    return join_chunks(read, params.num_experts, step, layout)
 
 
 def _find(root, path):
