@@ -10,11 +10,16 @@ took. It is sampled every 2 ms while `load_model` runs in its own process. ``run
 that first program took; on a GPU, these are its context and libraries. The peak memory of a GPU is
 its ``peak_bytes_in_use``. The bound of both is 1.1 times the prepared bytes plus one layer.
 
-Prints a table and writes ``benchmarks/results/load.DEVICE.json``. The exit status is 1 if a peak is
-above its bound.
+The second table says where the time of the loading thread goes: in the headers, from which the
+empty model is built, in waiting for the thread that reads, in copies to the device, and in waiting
+for the device, which converts the weights. The first load also compiles these conversions.
+
+Prints the tables and writes ``benchmarks/results/load.DEVICE.json``. The exit status is 1 if a peak
+is above its bound.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -24,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import unittest.mock
 
 from provenance import provenance
 
@@ -62,6 +68,58 @@ class Peak:
         return self.highest - self.start
 
 
+class Shares:
+    """Adds up the seconds that the loading thread spends in each part of a load.
+
+    Attributes:
+      seconds: the name of a part -> its seconds.
+    """
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(("headers", "waiting for reads", "copies", "device"), 0.0)
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self):
+        import jax
+
+        from jax_nvfp4_moe.models import loading
+        from jax_nvfp4_moe.nn.building import filling
+
+        for owner, function, part in (
+            (loading, "open_checkpoint", "headers"),
+            (loading, "find_model", "headers"),
+            (jax, "device_put", "copies"),
+            (jax, "block_until_ready", "device"),
+        ):
+            self._patch(owner, function, self._timed(getattr(owner, function), part))
+        read_ahead = filling.read_ahead
+
+        def timed_reads(reads):
+            results = read_ahead(reads)
+            take = self._timed(lambda: next(results, results), "waiting for reads")
+            with contextlib.closing(results):
+                yield from iter(take, results)
+
+        self._patch(filling, "read_ahead", timed_reads)
+        return self
+
+    def __exit__(self, *_):
+        self._patches.close()
+
+    def _patch(self, owner, name, function):
+        self._patches.enter_context(unittest.mock.patch.object(owner, name, function))
+
+    def _timed(self, function, part):
+        def run(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - start
+
+        return run
+
+
 def measure(folder):
     """Load `folder` in this process and return the figures of the table."""
     import jax
@@ -72,7 +130,7 @@ def measure(folder):
 
     imported = anonymous_bytes()
     jax.block_until_ready(jax.jit(jnp.negative)(jnp.zeros(4)))
-    with Peak() as peak:
+    with Shares() as shares, Peak() as peak:
         start = time.perf_counter()
         model = nvfp4.load_model(folder)
         jax.block_until_ready(nnx.state(model))
@@ -86,6 +144,7 @@ def measure(folder):
         "prepared_bytes": prepared,
         "seconds": seconds,
         "gigabytes_per_second": stored / seconds / 1e9,
+        "shares": {part: spent / seconds for part, spent in shares.seconds.items()},
         "peak_bytes": peak.growth,
         "runtime_bytes": peak.start - imported,
         "device_peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0),
@@ -142,6 +201,11 @@ def print_table(figures):
         f"{figures['gigabytes_per_second']:.2f} | {mega['peak_bytes']:.0f} | "
         f"{mega['device_peak_bytes']:.0f} | {mega['bound_bytes']:.0f} |"
     )
+    shares = figures["shares"]
+    print(f"\n| {' | '.join(shares)} | other |")
+    print("|---" * (len(shares) + 1) + "|")
+    cells = [f"{share:.0%}" for share in (*shares.values(), 1 - sum(shares.values()))]
+    print(f"| {' | '.join(cells)} |")
 
 
 def main():

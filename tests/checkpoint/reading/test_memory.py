@@ -33,4 +33,5 @@ def test_large_arrays_ask_for_huge_pages():
             inside = first <= at < last
         elif name == "VmFlags:" and inside:
             flags = rest
-    assert flags is not None and "hg" in flags
+    assert flags is not None
+    assert "hg" in flags

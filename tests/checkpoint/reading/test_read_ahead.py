@@ -35,7 +35,8 @@ def test_only_the_reads_run_in_the_other_thread():
 
     others = set(read_ahead(reads()))
     assert plans == [here] * 3
-    assert len(others) == 1 and here not in others
+    assert len(others) == 1
+    assert here not in others
 
 
 def test_an_error_is_raised_in_its_turn():
