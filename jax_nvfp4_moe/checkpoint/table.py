@@ -20,6 +20,7 @@ from jax_nvfp4_moe.checkpoint.errors import Problems, printable, quoted
 from jax_nvfp4_moe.checkpoint.experts.finding import find_experts
 from jax_nvfp4_moe.checkpoint.experts.forms import has_experts, settle_experts, unknown_experts
 from jax_nvfp4_moe.checkpoint.folder import read_num_layers
+from jax_nvfp4_moe.checkpoint.formats.kv_cache import NVFP4
 from jax_nvfp4_moe.checkpoint.formats.rules import Decision
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
@@ -270,10 +271,19 @@ class WeightTable:
           heads: "k" or "v" -> the number of heads.
 
         Returns:
-          A source of `CacheScales`. None if the file does not declare an FP8 KV cache.
+          A source of `CacheScales`. None if the file does not declare an FP8 KV cache. A cache
+          that it declares NVFP4 keeps the model's dtype, which holds more.
         """
         cache = self._finder.quant.kv_cache
         if cache is None:
+            return None
+        if cache.algorithm == NVFP4:
+            self._finder.warn(
+                "KV cache in NVFP4",
+                prefix,
+                f"{quoted(prefix)}: the KV cache is declared NVFP4 ({cache.source}), and no module "
+                "here rounds keys and values to that: they keep the model's dtype",
+            )
             return None
         if cache.algorithm != "FP8":
             self._finder.problems.append(

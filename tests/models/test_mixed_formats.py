@@ -232,10 +232,16 @@ def test_latent_attention_rounds_the_keys_and_values_of_all_heads():
     assert model.layers[0].attention.kv.scales["k"].get_value().shape == (4,)
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "INT8"])
-def test_other_caches_are_named(tmp_path, algorithm):
-    folder = copied(tmp_path, MIXED, kv_cache_quant_algo=algorithm)
-    with pytest.raises(CheckpointError, match=f"kv_cache_quant_algo: '{algorithm}' is not supp"):
+def test_a_cache_in_nvfp4_keeps_the_dtype_of_the_model(tmp_path, caplog):
+    model = load_model(copied(tmp_path, MIXED, kv_cache_quant_algo="NVFP4"), **KERNELS)
+    assert model.layers[0].attention.kv.scales is None
+    assert model.init_cache(1, 4).layers[0]["k"].dtype == jnp.float32
+    assert "the KV cache is declared NVFP4" in caplog.text
+
+
+def test_other_caches_are_named(tmp_path):
+    folder = copied(tmp_path, MIXED, kv_cache_quant_algo="INT8")
+    with pytest.raises(CheckpointError, match="kv_cache_quant_algo: 'INT8' is not supp"):
         load_model(folder, **KERNELS)
     assert load_model(folder, scheme="w4a16").layers[0].attention.kv.scales is None
 

@@ -29,14 +29,17 @@ from jax_nvfp4_moe.checkpoint.formats.rules import (
 )
 from jax_nvfp4_moe.checkpoint.formats.target_groups import Targets, names_of
 from jax_nvfp4_moe.checkpoint.formats.transforms import find_transforms
+from jax_nvfp4_moe.numerics import mxfp4
 from jax_nvfp4_moe.numerics.fp8_blocks import SQUARE, BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
 PACKED_FORMAT = "nvfp4-pack-quantized"
+MXFP4_FORMAT = "mxfp4-pack-quantized"
 FP8_FORMATS = ("float-quantized", "naive-quantized")
 _MIXED = "mixed-precision"  # the format of a file in which each group states its own format
 _E4M3 = ("torch.float8_e4m3fn", "float8_e4m3fn")
+_E8M0 = ("torch.uint8", "uint8")
 _UNORDERED = ("weight", "static")  # orders of columns that only calibration sees
 _FP8_INPUTS: Mapping[tuple[Any, Any], FP8ActivationScaling] = {
     (True, "token"): FP8ActivationScaling.TOKEN,
@@ -73,15 +76,29 @@ class _Group:
           CheckpointError: the group is neither NVFP4 nor a supported form of FP8.
         """
         eight = _kind(self._weights) == ("float", 8)
-        supported = (*FP8_FORMATS, _MIXED) if eight else (PACKED_FORMAT, _MIXED)
+        four = PACKED_FORMAT, MXFP4_FORMAT
+        supported = (*FP8_FORMATS, _MIXED) if eight else (*four, _MIXED)
         if self._format not in supported:
-            named = ", ".join((PACKED_FORMAT, *FP8_FORMATS))
+            named = ", ".join((*four, *FP8_FORMATS))
             raise CheckpointError(
                 f"{self.source}: format {quoted(self._format)} is not supported for weights "
                 f"of type {_described(self._weights)}{why_refused(self._format)}; "
                 f"supported formats: {named}"
             )
-        return self._fp8() if eight else self._nvfp4()
+        if eight:
+            return self._fp8()
+        powers = self._format == _MIXED and self._weights.get("scale_dtype") in _E8M0
+        return self._mxfp4() if powers or self._format == MXFP4_FORMAT else self._nvfp4()
+
+    def _mxfp4(self):
+        """Return the scheme of a group in MXFP4; activations are rounded by the tool alone."""
+        expected = {"group_size": (mxfp4.BLOCK,), "dynamic": (None, False)}
+        expected |= {"scale_dtype": (None, *_E8M0), "block_structure": (None,)}
+        self._check_values("weights", self._weights, expected, "MXFP4")
+        if self._inputs:
+            expected |= {"strategy": ("group",), "dynamic": (True,)}
+            self._check_values("input_activations", self._inputs, expected, "MXFP4")
+        return Scheme.W4A16
 
     def _nvfp4(self):
         """Return the scheme of a group with 4-bit weights."""
@@ -99,21 +116,33 @@ class _Group:
           arguments: the object at that key.
           dynamic: the values of ``dynamic`` with which the global scale is stored.
         """
-        source = f"{self.source}: {key}"
-        if _kind(arguments) != ("float", 4):
-            raise CheckpointError(
-                f"{source}: expected type 'float' with 4 bits, got {_described(arguments)}"
-            )
-        check_group_size(arguments.get("group_size"), source)
         expected = {
             "strategy": (None, "tensor_group"),
             "dynamic": (None, *dynamic),
             "scale_dtype": (None, *_E4M3),
             "block_structure": (None,),
         }
+        self._check_values(key, arguments, expected, "NVFP4")
+
+    def _check_values(self, key, arguments, expected, form):
+        """Check that the weights or the activations, named by `key`, are FP4 of a form.
+
+        Args:
+          key: "weights" or "input_activations".
+          arguments: the object at that key.
+          expected: the name of an argument -> the values that it may have.
+          form: the name of the form, for messages.
+        """
+        source = f"{self.source}: {key}"
+        if _kind(arguments) != ("float", 4):
+            raise CheckpointError(
+                f"{source}: expected type 'float' with 4 bits, got {_described(arguments)}"
+            )
+        if "group_size" not in expected:
+            check_group_size(arguments.get("group_size"), source)
         problems = Problems(
-            f"{source}: {name} {quoted(arguments[name])} is not supported for NVFP4; supported: "
-            f"{', '.join(map(quoted, allowed[1:] or allowed))}"
+            f"{source}: {name} {quoted(arguments.get(name))} is not supported for {form}; "
+            f"supported: {', '.join(map(quoted, allowed[1:] or allowed))}"
             for name, allowed in expected.items()
             if not any(_same(arguments.get(name), one) for one in allowed)
         )

@@ -57,6 +57,7 @@ ALGORITHMS: Mapping[str, CheckpointScheme] = {
     "FP8_PER_CHANNEL_PER_TOKEN": FP8ActivationScaling.TOKEN,
     "FP8_PB_WO": BlockFP8.SQUARE,
     "MXFP8": BlockFP8.MX,
+    "MXFP4": Scheme.W4A16,  # cast to NVFP4
 }
 # An algorithm that quantizes activations -> the algorithm of the same weights that does not.
 WEIGHTS_ONLY_NAMES: Mapping[str, str] = {"NVFP4": "W4A16_NVFP4"}

@@ -8,16 +8,11 @@ _MIXED_WIDTHS = (
     "it multiplies 4-bit weights by FP8 activations, and this package has no such scheme"
 )
 _PACKED = "its codes are packed in a form of its own, and no NVFP4 tensor can hold them"
-_NOT_EXPERTS = (
-    "it may store any linear in MXFP4, and this package casts MXFP4 for experts alone; such a "
-    "file declares quant_method mxfp4"
-)
 
 # The value of ``quant_algo``, ``format`` or ``quant_method`` in a config -> the reason.
 REFUSED_FORMATS: Mapping[str, str] = {
     # ModelOpt
     "NVFP4_SVD": "it adds a low-rank product to every linear, which no module here computes",
-    "MXFP4": _NOT_EXPERTS,
     "W4A8_NVFP4_FP8": _MIXED_WIDTHS,
     "W4A8_MXFP4_FP8": _MIXED_WIDTHS,
     "W4A16_AWQ": _INT4,
@@ -25,7 +20,6 @@ REFUSED_FORMATS: Mapping[str, str] = {
     "W8A16": _INT8,
     "W8A8_SQ_PER_CHANNEL": _INT8,
     # compressed-tensors
-    "mxfp4-pack-quantized": _NOT_EXPERTS,
     "pack-quantized": _INT4,
     "int-quantized": _INT8,
     "marlin-24": _PACKED,

@@ -84,7 +84,7 @@ class KVCache:
     """What a config declares about the KV cache.
 
     Attributes:
-      algorithm: "FP8", or the description of an algorithm that is not supported.
+      algorithm: "FP8", "NVFP4", or the description of an algorithm that is not supported.
       source: the file and the key that declare it.
       multiply_by_reciprocal: how the tool rounds; see `numerics.fp8.round_fp8`.
     """
@@ -204,19 +204,23 @@ def _and_parents(module):
 
 
 def check_group_size(value: Any, source: str) -> None:
-    """Check that a group size is the block size of NVFP4.
+    """Check that a group size is the block size of NVFP4, or twice as large.
+
+    Block scales of 32 weights become two equal scales of 16 each.
 
     Args:
       value: the group size, as an integer or as its decimal text.
       source: where the value was read, for the message.
 
     Raises:
-      CheckpointError: the group size is not 16.
+      CheckpointError: the group size is neither 16 nor 32.
     """
-    if (type(value) is int and value == BLOCK) or value == str(BLOCK):
-        return
+    for size in (BLOCK, 2 * BLOCK):
+        if (type(value) is int and value == size) or value == str(size):
+            return
     raise CheckpointError(
-        f"{source}: group_size: expected {BLOCK}, the block size of NVFP4; got {quoted(value)}"
+        f"{source}: group_size: expected {BLOCK}, the block size of NVFP4, or {2 * BLOCK}; got "
+        f"{quoted(value)}"
     )
 
 

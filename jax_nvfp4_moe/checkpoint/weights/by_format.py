@@ -18,13 +18,22 @@ import numpy as np
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.formats.rules import TensorNames
 from jax_nvfp4_moe.checkpoint.names import CHANNEL_SCALE, FP8_INPUT_SCALE, FP8_SCALE
+from jax_nvfp4_moe.checkpoint.reading.lazy_array import LazyArray
+from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
 from jax_nvfp4_moe.checkpoint.reading.unread import Piece, Shape, Unread
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
 from jax_nvfp4_moe.checkpoint.values import LinearWeights
 from jax_nvfp4_moe.checkpoint.weights.finder import CALIBRATED, Finder
 from jax_nvfp4_moe.checkpoint.weights.fp8_blocks import find_blocks, find_row_blocks
+from jax_nvfp4_moe.checkpoint.weights.mxfp4 import find_mxfp4
 from jax_nvfp4_moe.checkpoint.weights.projections import Product, Projection, linear_product
-from jax_nvfp4_moe.checkpoint.weights.stored_forms import FLOATS, StoredForm, form_of
+from jax_nvfp4_moe.checkpoint.weights.stored_forms import (
+    FLOATS,
+    StoredForm,
+    Weight,
+    find_forms,
+    form_of,
+)
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
@@ -131,29 +140,62 @@ def find_bias(finder: Finder, product: Product, dtype: Any) -> Unread:
 
 
 def find_nvfp4(finder: Finder, product: Product, scheme: Any, dtype: Any) -> NVFP4Tensor:
-    """Find a weight in NVFP4; the arguments are those of `find_weight`."""
+    """Find a weight that is NVFP4 or becomes NVFP4; the arguments are those of `find_weight`."""
     del scheme, dtype
+    form = _fp4_form(finder, product)
+    if form is StoredForm.MXFP4:
+        return find_mxfp4(finder, product)
     names, blocks = finder.names, -(-product.k // BLOCK)
+    group = 2 * BLOCK if form is StoredForm.GROUPS else BLOCK
     packed = Unread(product.shape(blocks * BLOCK // 2), _UINT8)
-    block_scale = Unread(product.shape(blocks), _E4M3, check=_bad_block_scales)
+    block_scale = Unread(product.shape(-(-product.k // group)), _E4M3, check=_bad_block_scales)
     apart = product.parts > 1
     scales = (*product.lead, product.parts) if apart else product.lead
     stored = Unread(scales, _F32, check=functools.partial(_bad_global, names))
     for one in product.projections:
         name, stem = one.names(finder, names.packed)
-        swapped = None if one.experts is None else _swapped_blocks(finder, name, stem, one)
+        swapped = None if one.experts is None else _swapped_blocks(finder, name, stem, one, group)
         scale, whole = stem + names.block_scale, stem + names.weight_global
         _take_columns(finder, one, name, "U8", one.k // 2, swapped)
-        _take_columns(finder, one, scale, "F8_E4M3", one.k // BLOCK, swapped)
+        _take_columns(finder, one, scale, "F8_E4M3", one.k // group, swapped)
         finder.take(whole, ["F32"], *_scalar_shapes(one, product.parts))
         packed.pieces.extend(one.pieces(name, bool(swapped)))
         block_scale.pieces.extend(one.pieces(scale, bool(swapped)))
         stored.pieces.append(_scalar(finder, one, whole, apart))
+    if group != BLOCK:
+        repeat = functools.partial(_open_repeated, block_scale, group // BLOCK)
+        block_scale = Unread(product.shape(blocks), _E4M3, decode=repeat)
     leaves: Any = (packed, block_scale, stored, None)
     if names.divides:
         reciprocal = functools.partial(_open_reciprocal, names, stored)
         leaves = packed, block_scale, Unread(scales, _F32, decode=reciprocal), stored
     return NVFP4Tensor(*leaves)
+
+
+def _fp4_form(finder, product: Product) -> StoredForm | None:
+    """Return the form of 4-bit codes, from the first stored matrix; None if it cannot tell."""
+    for one in product.projections[:1]:
+        name, stem = one.names(finder, finder.names.packed)
+        weight = Weight(finder.find(name), finder.find(stem + finder.names.block_scale))
+        return next(iter(find_forms(weight)), None)
+    return None
+
+
+def _open_repeated(stored: Unread, repeats: int, reader: Any) -> LazyArray:
+    """Return a lazy array of block scales, each of which stands for `repeats` blocks in a row."""
+    opened = reader.open(stored)
+
+    def read(region):
+        *rows, columns = region
+        first, stop = columns.start // repeats, -(-columns.stop // repeats)
+        found = np.repeat(opened[(*rows, slice(first, stop))].view(_UINT8), repeats, axis=-1)
+        start = columns.start - first * repeats
+        kept = found[..., start : start + columns.stop - columns.start]
+        array = aligned_empty(kept.shape, _UINT8)
+        array[...] = kept
+        return array.view(stored.dtype)
+
+    return LazyArray((*stored.shape[:-1], stored.shape[-1] * repeats), stored.dtype, read)
 
 
 def find_fp8(finder: Finder, product: Product, scheme: Any, dtype: Any) -> FP8Tensor:
@@ -230,7 +272,7 @@ def _take_columns(finder, one: Projection, name, dtype, columns, swapped):
     finder.take(name, [dtype], *shapes)
 
 
-def _swapped_blocks(finder, packed, stem, one: Projection) -> bool | None:
+def _swapped_blocks(finder, packed, stem, one: Projection, group: int) -> bool | None:
     """Return whether k comes before n in a stack of NVFP4.
 
     If the codes fit both orders, the shape of their block scales decides. The result is None if
@@ -242,7 +284,7 @@ def _swapped_blocks(finder, packed, stem, one: Projection) -> bool | None:
     if codes is not None and codes.dtype == "F4":
         return False
     block_scale = stem + finder.names.block_scale
-    for name, columns in ((packed, k // 2), (block_scale, k // BLOCK)):
+    for name, columns in ((packed, k // 2), (block_scale, k // group)):
         info = finder.find(name)
         found = info.shape if info else None
         fits = found == (e, n, columns), found == (e, columns, n)

@@ -25,6 +25,7 @@ from jax_nvfp4_moe.checkpoint.reading.unread import Check, Piece, Shape, Unread
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
 from jax_nvfp4_moe.checkpoint.weights.stored_forms import (
     FLOATS,
+    OF_WEIGHTS,
     StoredForm,
     Weight,
     find_forms,
@@ -170,6 +171,9 @@ class Finder:
         except CheckpointError as error:
             self.problems += error.problems
             return Decision(None, str(error))
+        if forms and forms[0] in OF_WEIGHTS:
+            choices = [self._of_weights(module, forms[0], choice) for choice in choices]
+            forms = (StoredForm.NVFP4,)
         fitting = [choice for choice in choices if not forms or form_of(choice.scheme) in forms]
         if fitting:
             decision = self._without_label(module, fitting[0])
@@ -194,6 +198,18 @@ class Finder:
             f"is stored decides, and it is read as {scheme}",
         )
         return Decision(scheme, f"holds {forms[0]}, but declared {said} ({declared.source})")
+
+    def _of_weights(self, module, form, choice) -> Decision:
+        """Return a choice for a form of `OF_WEIGHTS`: without activations, if it is FP4 at all."""
+        if choice.scheme is not Scheme.W4A4:
+            return choice
+        self.warn(
+            f"{form}, declared {choice.scheme}",
+            module,
+            f"{quoted(module)} holds {form} and is declared {choice.scheme} ({choice.source}): "
+            f"activations are not rounded ({Scheme.W4A16})",
+        )
+        return Decision(Scheme.W4A16, f"{choice.source}, in {form}")
 
     def _scheme_of(self, forms, calibrated) -> CheckpointScheme:
         """Return the scheme of a module whose stored form is not the declared one."""

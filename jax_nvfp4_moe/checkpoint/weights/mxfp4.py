@@ -1,9 +1,10 @@
-"""Find and read experts in MXFP4: they become NVFP4 on their way, without loss.
+"""Find and read weights in MXFP4: they become NVFP4 on their way, without loss.
 
 gpt-oss stacks all experts of a layer: ``PREFIX.gate_up_proj_blocks`` uint8 ``[e, 2i, h/32, 16]``
 with alternating gate and up rows, and ``PREFIX.gate_up_proj_scales`` uint8 ``[e, 2i, h/32]``.
 DeepSeek-V4 has one tensor for each expert and projection: ``PREFIX.E.w1.weight`` int8 ``[i, h/2]``
-and ``PREFIX.E.w1.scale`` float8_e8m0fnu ``[i, h/32]``.
+and ``PREFIX.E.w1.scale`` float8_e8m0fnu ``[i, h/32]``. compressed-tensors and ModelOpt store any
+linear so: ``weight_packed`` or ``weight`` beside ``weight_scale`` uint8 ``[n, k/32]``.
 
 Each matrix of an expert has a global scale of its own, the power of two that its exponents ask for
 (`numerics.mxfp4`). Gate and up share one where it serves both, because some runtimes have one for
@@ -49,12 +50,16 @@ def is_mxfp4(finder: Finder, products: tuple[Product, Product]) -> bool:
 
 
 def find_mxfp4(finder: Finder, product: Product) -> NVFP4Tensor:
-    """Find the weight of a product of experts in MXFP4, which is read as NVFP4.
+    """Find the weight of a product in MXFP4, which is read as NVFP4.
 
     What is missing or wrong becomes a problem of `finder`. When the weight is read, so do scales
     that are NaN, and exponents too far apart for a cast without loss.
     """
     n, k = product.n, product.k
+    single = not product.lead
+    if single:  # the matrix of a linear is read as that of the only expert
+        first = [one._replace(at=(0,)) for one in product.projections]
+        product = product._replace(lead=(1,), projections=first)
     blocks = k // mxfp4.BLOCK
     shape, dtypes = product.shape(k // 2), (_UINT8, _UINT8)
     code_pieces: list[Piece] = []
@@ -85,9 +90,12 @@ def find_mxfp4(finder: Finder, product: Product) -> NVFP4Tensor:
 
     def leaf(field: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         def decode(reader):
-            return LazyArray(shape, dtype, getattr(cast(reader), field))
+            read = getattr(cast(reader), field)
+            if single:
+                return LazyArray(shape[1:], dtype, lambda region: read((slice(0, 1), *region))[0])
+            return LazyArray(shape, dtype, read)
 
-        return Unread(shape, dtype, decode=decode)
+        return Unread(shape[1:] if single else shape, dtype, decode=decode)
 
     e, apart = product.lead, product.parts > 1
     return NVFP4Tensor(
@@ -113,7 +121,8 @@ def _names(finder, one: Projection) -> tuple[str, str]:
         return f"{one.stem}_blocks", f"{one.stem}_scales"
     names = [f"{one.stem}.{name}" for name in SCALE_NAMES]
     found = next((name for name in names if name in finder.tensors), names[-1])
-    return f"{one.stem}.weight", found
+    packed = f"{one.stem}.{finder.names.packed}"
+    return packed if packed in finder.tensors else f"{one.stem}.weight", found
 
 
 class _Cast:

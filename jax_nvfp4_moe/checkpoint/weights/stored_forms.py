@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jax_nvfp4_moe.checkpoint.safetensors import TensorInfo
-from jax_nvfp4_moe.numerics import fp8_blocks
+from jax_nvfp4_moe.numerics import fp8_blocks, mxfp4
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
@@ -21,9 +21,16 @@ class StoredForm(enum.StrEnum):
 
     DENSE = "floats"
     NVFP4 = "NVFP4 codes"
+    GROUPS = "NVFP4 codes in groups of 32"
+    MXFP4 = "MXFP4 codes"
     FP8 = "FP8 values"
     BLOCKS = "FP8 values with scales of blocks"
     MXFP8 = "FP8 values in MXFP8"
+
+
+# The forms that become NVFP4 on their way. Activations beside them have groups of 32 too, which no
+# kernel here rounds, so that their modules are W4A16.
+OF_WEIGHTS = (StoredForm.GROUPS, StoredForm.MXFP4)
 
 
 class Weight(NamedTuple):
@@ -68,8 +75,16 @@ def find_forms(weight: Weight) -> tuple[StoredForm, ...]:
     if scale is None:
         return ()
     if values.dtype in _CODES:
-        return (StoredForm.NVFP4,) if scale.dtype == "F8_E4M3" else ()
+        return _fp4_forms(values, scale)
     return _fp8_forms(values, scale) if values.dtype == "F8_E4M3" else ()
+
+
+def _fp4_forms(values, scale) -> tuple[StoredForm, ...]:
+    """Return the form of 4-bit codes: the dtype of their scales tells, and how many there are."""
+    in_groups = values.nbytes == mxfp4.BLOCK // 2 * math.prod(scale.shape)
+    if scale.dtype == "F8_E4M3":
+        return (StoredForm.GROUPS if in_groups else StoredForm.NVFP4,)
+    return (StoredForm.MXFP4,) if in_groups and scale.dtype in _POWERS else ()
 
 
 def _fp8_forms(values, scale) -> tuple[StoredForm, ...]:

@@ -138,7 +138,7 @@ def test_unknown_algorithms_are_named(tmp_path, algorithm):
     assert repr(algorithm) in message
     assert (
         "supported: NVFP4, W4A16_NVFP4, NVFP4_AWQ, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, "
-        "MXFP8, MIXED_PRECISION" in message
+        "MXFP8, MXFP4, MIXED_PRECISION" in message
     )
 
 
@@ -146,10 +146,10 @@ def test_lower_case_algorithms_are_accepted(tmp_path):
     assert read(tmp_path, file=modelopt_file("w4a16_nvfp4")).checkpoint_scheme(EXPERT) == "w4a16"
 
 
-@pytest.mark.parametrize("size", [32, "32", 16.0, True, [16]])
+@pytest.mark.parametrize("size", [64, "8", 16.0, 32.0, True, [16]])
 def test_other_group_sizes_are_refused(tmp_path, size):
     message = refused(tmp_path, file=modelopt_file(group_size=size))
-    assert "group_size: expected 16, the block size of NVFP4" in message
+    assert "group_size: expected 16, the block size of NVFP4, or 32; got" in message
     groups = {"group_0": {"weights": nvfp4(group_size=size)}}
     assert "group_0" in refused(tmp_path, modelopt_section(config_groups=groups))
 
@@ -171,7 +171,7 @@ def test_other_group_sizes_are_refused(tmp_path, size):
             tensors_section(nvfp4(num_bits=8)),
             "input_activations: expected type 'float' with 4 bits",
         ),
-        (tensors_section(nvfp4(group_size=32)), "the block size of NVFP4; got 32"),
+        (tensors_section(nvfp4(group_size=64)), "the block size of NVFP4, or 32; got 64"),
         (tensors_section(ignore=["re:("]), "is no regular expression"),
         (tensors_section(ignore=["re:(?<=a)b"]), "'(?<=a)b' has a look-behind, which is not"),
     ],
@@ -398,7 +398,7 @@ def test_modelopt_mixed_precision(tmp_path):
         "a.mx": {"quant_algo": "MXFP8", "group_size": 32},
         "a.awq": {"quant_algo": "NVFP4_AWQ", "group_size": 16},
         "a.svd": {"quant_algo": "NVFP4_SVD", "group_size": 16},
-        "b": {"quant_algo": "NVFP4", "group_size": 32},
+        "b": {"quant_algo": "NVFP4", "group_size": 64},
         "c": 7,
         "d.experts.0.up_proj": {"quant_algo": "NVFP4"},
         "d.experts.1.up_proj": {"quant_algo": "W4A16_NVFP4"},
@@ -413,7 +413,7 @@ def test_modelopt_mixed_precision(tmp_path):
     assert quant.checkpoint_scheme("lm_head") is None
     for module, expected in (
         ("a.svd", "'a.svd': quant_algo 'NVFP4_SVD' is not supported: it adds a low-rank product"),
-        ("b", "the block size of NVFP4; got 32"),
+        ("b", "the block size of NVFP4, or 32; got 64"),
         ("c", "expected an object, got 7"),
         (
             "d.experts.down_proj",
@@ -531,7 +531,8 @@ def test_names_of_a_cache_that_is_not_quantized(tmp_path, value):
     ("value", "algorithm"),
     [
         *((name, "FP8") for name in ("FP8", "fp8", "fp8_e4m3", "FP8_E4M3")),
-        *((name, name) for name in ("NVFP4", "INT8", "FP8_E5M2", "NVFP4_AFFINE")),
+        *((name, "NVFP4") for name in ("NVFP4", "nvfp4", "NVFP4_AFFINE")),
+        *((name, name) for name in ("INT8", "FP8_E5M2")),
         (
             {"type": "float", "num_bits": 8, "dynamic": True},
             "'float' of 8 bits, strategy None, dyn",
@@ -540,7 +541,8 @@ def test_names_of_a_cache_that_is_not_quantized(tmp_path, value):
             {"type": "float", "num_bits": 8, "symmetric": False},
             "'float' of 8 bits, strategy None, ",
         ),
-        ({"type": "float", "num_bits": 4}, "'float' of 4 bits"),
+        ({"type": "float", "num_bits": 4}, "NVFP4"),
+        ({"type": "int", "num_bits": 4}, "'int' of 4 bits"),
     ],
 )
 def test_names_of_a_cache_that_is_quantized(tmp_path, value, algorithm):
