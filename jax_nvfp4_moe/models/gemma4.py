@@ -1,10 +1,10 @@
-"""Gemma 4 with experts (26B-A4B) or without (31B), the language model.
+"""Gemma 4 with experts (26B-A4B) or without (12B, 31B), the language model.
 
 Most layers attend over a window. The other layers see all keys: their heads are wider, their values
 may be their keys, and they rotate a part of the channels. Each layer has a dense MLP, which stands
 beside the experts if there are any, and norms before and after all of them.
 
-Source: `modeling_gemma4` of transformers.
+Source: `modeling_gemma4` and `modeling_gemma4_unified` of transformers.
 """
 
 import dataclasses
@@ -88,6 +88,11 @@ def read_config(config: Mapping[str, Any]) -> Gemma4Config | GemmaConfig:
         activation=ACTIVATION,
     )
     return Gemma4Config(**vars(read), logit_cap=cap)
+
+
+def read_unified_config(config: Mapping[str, Any]) -> Gemma4Config | GemmaConfig:
+    """Read a parsed ``config.json`` of Gemma 4 12B; raises the errors of `read_config`."""
+    return read_config({"hidden_size_per_layer_input": 0, "sliding_window": 1024, **config})
 
 
 def _require_supported(fields, config):
@@ -316,3 +321,4 @@ KEYS = {
     "layers.*.mlp.token_router.scale": f"{_LAYER}.router.per_expert_scale",
 }
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+UNIFIED = Architecture(read_unified_config, build_model, build_moe, KEYS)

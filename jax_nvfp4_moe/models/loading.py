@@ -112,6 +112,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe.ARCHITECTURE,
     "Gemma4ForConditionalGeneration": gemma4.ARCHITECTURE,
     "Gemma4ForCausalLM": gemma4.ARCHITECTURE,
+    "Gemma4UnifiedForConditionalGeneration": gemma4.UNIFIED,
+    "Gemma4UnifiedForCausalLM": gemma4.UNIFIED,
     "MiniMaxM3SparseForConditionalGeneration": minimax_m3.ARCHITECTURE,
     "MiniMaxM3VLForCausalLM": minimax_m3.ARCHITECTURE,
     "Step3p7ForConditionalGeneration": step3p7.ARCHITECTURE,

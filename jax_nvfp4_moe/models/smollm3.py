@@ -1,4 +1,4 @@
-"""SmolLM3: grouped-query attention, of which every fourth layer does not rotate.
+"""SmolLM3: grouped-query attention, in every fourth layer without rotation.
 
 Source: `modeling_smollm3` of transformers; arXiv:2501.18795 for the layers without rotation.
 """

@@ -95,6 +95,11 @@ DENSE_MODELS = {
         },
         model="Gemma4ForConditionalGeneration",
     ),
+    "gemma4_unified": Architecture(
+        "gemma4_unified_text",
+        {n: v for n, v in (dense() | GEMMA4).items() if n != "hidden_size_per_layer_input"}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
     "gemma4_dense_text": Architecture("gemma4_text", dense() | GEMMA4 | {"attention_bias": True}),
     "exaone4": Architecture(
         "exaone4",
@@ -113,6 +118,28 @@ DENSE_MODELS = {
             layer_types=["full_attention"] * 2,
             tie_word_embeddings=True,
         ),
+    ),
+    "exaone4_5": Architecture(
+        "exaone4_5",
+        {
+            "text_config": dense(
+                intermediate_size=96,
+                model_type="exaone4",
+                sliding_window=8,
+                sliding_window_pattern=2,
+            ),
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "num_key_value_heads": 2,
+                "out_hidden_size": 64,
+                "patch_size": 4,
+                "fullatt_block_indexes": [0],
+            },
+        },
+        model="Exaone4_5_ForConditionalGeneration",
     ),
     "smollm3": Architecture(
         "smollm3",
