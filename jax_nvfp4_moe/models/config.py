@@ -232,9 +232,9 @@ class Fields:
         )
         return default
 
-    def positions(self, default: int | None = None) -> int:
+    def positions(self, default: int | None = None, counted: Sequence[str] = ()) -> int:
         """Return the number of positions that the model supports; see `read_positions`."""
-        return read_positions(self, self._config, default)
+        return read_positions(self, self._config, default, counted)
 
     def present(self, name: str) -> bool:
         """Return whether `name` is present and not null."""
@@ -310,7 +310,12 @@ def read_rope_kind(given: Mapping[str, Any]) -> Any:
     return _ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
 
 
-def read_positions(fields: Fields, config: Mapping[str, Any], default: int | None = None) -> int:
+def read_positions(
+    fields: Fields,
+    config: Mapping[str, Any],
+    default: int | None = None,
+    counted: Sequence[str] = (),
+) -> int:
     """Return the number of positions that the model supports.
 
     YaRN lengthens its original context by ``factor``, whatever ``max_position_embeddings`` says.
@@ -321,6 +326,7 @@ def read_positions(fields: Fields, config: Mapping[str, Any], default: int | Non
       fields: the fields of ``config.json``, which receive the problems.
       config: the parsed ``config.json``.
       default: the default of ``max_position_embeddings``.
+      counted: further types of rotation whose factor is in ``max_position_embeddings`` already.
 
     Source: `_get_and_verify_max_len` of vLLM.
     """
@@ -331,7 +337,7 @@ def read_positions(fields: Fields, config: Mapping[str, Any], default: int | Non
     positions, factor = own, 1.0
     for section in sections:
         kind, rope = read_rope_kind(section), Fields(section)
-        if kind in _LENGTHENED_TYPES:
+        if kind in (*_LENGTHENED_TYPES, *counted):
             continue
         if kind == "yarn":
             original = rope.size(_ORIGINAL, default=own)

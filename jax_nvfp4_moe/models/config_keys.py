@@ -202,6 +202,7 @@ HARMLESS: Mapping[str, str] = {
             "mtp_mlp_layer_types",
             "mtp_layers_block_type",
             "projector_bias",
+            "mm_tokens_per_image",
         ),
         _OTHER_MODULE,
     ),
@@ -227,10 +228,19 @@ HARMLESS: Mapping[str, str] = {
             "mamba_proj_bias",
             "linear_conv_kernel_dim",
             "sliding_window_pattern",
+            "_sliding_window_pattern",
             "num_sliding_attention_heads",
             "num_hidden_layers",  # where a pattern lists the layers
             "n_shared_experts",  # where their whole width is given
             "dense_intermediate_size",  # where no layer is dense
+            "moe_intermediate_size",  # where no layer has experts
+            "moe_latent_size",
+            "moe_shared_expert_intermediate_size",
+            "n_routed_experts",
+            "num_experts",
+            "num_experts_per_tok",
+            "top_k_experts",
+            "topk_group",
             "hidden_act",  # where another key names the activation
             "index_block_size",  # where no layer has an indexer
             "index_head_dim",

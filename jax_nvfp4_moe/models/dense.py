@@ -1,8 +1,8 @@
 """What dense decoders share: their sizes, and how a model of them is built."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
@@ -43,7 +43,15 @@ class DenseConfig:
         return range(self.num_layers)
 
 
-def read_dense(fields: Fields, attention: Any, *, eps: float, tied: bool = False) -> DenseConfig:
+def read_dense(
+    fields: Fields,
+    attention: Any,
+    *,
+    eps: float,
+    tied: bool = False,
+    activation: str | None = None,
+    positions: int | None = None,
+) -> DenseConfig:
     """Read the sizes that all these models store under the same names, and return all sizes.
 
     Args:
@@ -51,16 +59,20 @@ def read_dense(fields: Fields, attention: Any, *, eps: float, tied: bool = False
       attention: the sizes of the attention, which the caller has read.
       eps: the default epsilon of the norms.
       tied: the default of ``tie_word_embeddings``.
+      activation: the activation, if the caller has read it. None reads ``hidden_act``, which must
+        be SiLU.
+      positions: the number of positions, if the caller has read it.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
-    fields.only("hidden_act", ACTIVATIONS, "silu")
+    if activation is None:
+        fields.only("hidden_act", ACTIVATIONS, "silu")
     read = DenseConfig(
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),
         num_layers=fields.size("num_hidden_layers"),
-        max_positions=fields.positions(),
+        max_positions=fields.positions() if positions is None else positions,
         eps=fields.number("rms_norm_eps", eps),
         attention=attention,
         dense_intermediate=fields.size("intermediate_size"),
@@ -70,7 +82,7 @@ def read_dense(fields: Fields, attention: Any, *, eps: float, tied: bool = False
     return read
 
 
-def refuse_experts(config: Any, layer: int, make: Builder):
+def refuse_experts(config: Any, layer: int, make: Builder) -> NoReturn:
     """Refuse to make the expert block of a layer.
 
     Raises:
@@ -95,11 +107,19 @@ KEYS = {
 }
 
 
-def architecture(read_config: Any, keys: Mapping[str, Any] = KEYS) -> Architecture:
+def architecture(
+    read_config: Any,
+    keys: Mapping[str, Any] = KEYS,
+    *,
+    build_model: Callable[[Any, Builder], Decoder] = build_model,
+    drafting: Any = None,
+) -> Architecture:
     """Return the row of a dense architecture.
 
     Args:
       read_config: takes a parsed ``config.json`` and returns the `DenseConfig`.
       keys: the key table.
+      build_model: takes the sizes and a `Builder`, and returns the model.
+      drafting: as in `Architecture`.
     """
-    return Architecture(read_config, build_model, refuse_experts, keys)
+    return Architecture(read_config, build_model, refuse_experts, keys, drafting=drafting)

@@ -116,22 +116,27 @@ def one_layer(
     build_moe: Callable[..., Any],
     *,
     centered: bool = False,
+    dense: bool = False,
     **sizes: Any,
 ) -> DraftForm:
-    """Return the form of drafting layers that are one `DecoderLayer` with experts.
+    """Return the form of drafting layers that are one `DecoderLayer`.
 
     Args:
       names: `MTP` or `BEHIND`.
       build_attention: makes the attention of a layer, as for `decoder.build_decoder`.
       build_moe: makes the expert block of a layer.
       centered: whether the norms in the file store ``weight - 1``.
+      dense: whether the layer has a gated MLP, as all layers of a dense model. Otherwise it has
+        experts.
       **sizes: fields of the sizes that differ for the drafting layer -> a function of the sizes of
         the model that returns the value.
     """
 
     def build_layers(config, make):
         changed = {name: change(config) for name, change in sizes.items()}
-        own = dataclasses.replace(config, num_layers=1, dense_layers=frozenset(), **changed)
+        if not dense:
+            changed["dense_layers"] = frozenset()
+        own = dataclasses.replace(config, num_layers=1, **changed)
         return [
             DecoderLayer(*build_parts(own, 0, make, build_attention, build_moe, centered=centered))
         ]

@@ -20,7 +20,7 @@ from jax_nvfp4_moe.models.sparse import (
     read_grouped_router,
     read_sparse,
 )
-from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
+from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig, build_attention
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 
@@ -38,7 +38,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     fields = Fields(config)
     return read_sparse(
         fields,
-        _read_attentions(fields, config),
+        read_attentions(fields, config),
         read_grouped_router(fields, *_EXPERTS, scaling=2.5),
         eps=_EPS,
         experts=_EXPERTS,
@@ -48,8 +48,13 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     )
 
 
-def _read_attentions(fields, config):
-    """Return the sizes of the attention of each layer."""
+def read_attentions(fields: Fields, config: Mapping[str, Any]) -> tuple[GQAConfig, ...]:
+    """Return the sizes of the attention of each layer.
+
+    Args:
+      fields: the fields of ``config.json``, which receive the problems.
+      config: the parsed ``config.json``.
+    """
     layers, window = fields.size("num_hidden_layers"), read_window(fields)
     pattern = config.get("sliding_window_pattern", 4) if window is not None else None
     if isinstance(pattern, str) and pattern and set(pattern) <= set("LG"):

@@ -1,42 +1,50 @@
-"""Gemma 4 with experts (26B-A4B), the language model.
+"""Gemma 4 with experts (26B-A4B) or without (12B, 31B), the language model.
 
 Most layers attend over a window. The other layers see all keys: their heads are wider, their values
-are their keys, and they rotate a part of the channels. Each layer has a dense MLP beside its
-experts, and norms before and after both.
+may be their keys, and they rotate a part of the channels. Each layer has a dense MLP, which stands
+beside the experts if there are any, and norms before and after all of them.
 
-Source: `modeling_gemma4` of transformers.
+Source: `modeling_gemma4` and `modeling_gemma4_unified` of transformers.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields, find_rope_fields
-from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around
+from jax_nvfp4_moe.models.dense import read_dense, refuse_experts
+from jax_nvfp4_moe.models.gemma3 import (
+    ACTIVATION,
+    FULL,
+    PATTERN,
+    SLIDING,
+    GemmaConfig,
+    GemmaDecoder,
+    read_activation,
+    read_logit_cap,
+)
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_layer_fields
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys
+from jax_nvfp4_moe.models.post_norms import NORM_KEYS, PostNormLayer, add, build_dense_parts
 from jax_nvfp4_moe.models.sparse import SparseConfig, read_sparse, require_experts
 from jax_nvfp4_moe.nn.attention.grouped_query import build_attention
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.gated_mlp import GatedMLP, build_gated_mlp
 from jax_nvfp4_moe.nn.experts.moe import LatentProjections, NVFP4MoE
-from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
+from jax_nvfp4_moe.nn.norm import Residual
 from jax_nvfp4_moe.numerics.norms import normalize
 from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_experts",)
 _EPS = 1e-6
-_ACTIVATION = "gelu_pytorch_tanh"
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-_PATTERN = 6  # without layer_types, each layer of this number attends to all keys
 _ROPES = {
-    _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
 # Sizes that layers of one model may have of their own.
 _OF_LAYERS = ("head_dim", "num_key_value_heads")
@@ -44,7 +52,7 @@ _OF_LAYERS = ("head_dim", "num_key_value_heads")
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4Config(SparseConfig):
-    """The sizes of a Gemma 4 model.
+    """The sizes of a Gemma 4 model with experts.
 
     Attributes:
       logit_cap: the bound c of the logits, ``c * tanh(logits / c)``. None for no bound.
@@ -53,7 +61,7 @@ class Gemma4Config(SparseConfig):
     logit_cap: float | None
 
 
-def read_config(config: Mapping[str, Any]) -> Gemma4Config:
+def read_config(config: Mapping[str, Any]) -> Gemma4Config | GemmaConfig:
     """Read a parsed ``config.json``, its ``text_config`` at the top level.
 
     Raises:
@@ -61,36 +69,34 @@ def read_config(config: Mapping[str, Any]) -> Gemma4Config:
     """
     fields = Fields(config)
     _require_supported(fields, config)
-    # Layers take `hidden_activation`. Other models call it `hidden_act`.
-    fields.only("hidden_act", (None, _ACTIVATION), None)
-    config, problems = {**config, "hidden_act": None}, fields.problems
-    fields = Fields(config)
-    fields.problems += problems
-    cap = None
-    if fields.present("final_logit_softcapping"):
-        cap = fields.number("final_logit_softcapping")
-        fields.relate(cap > 0, f"final_logit_softcapping: expected a positive number, got {cap}")
+    read_activation(fields)
+    attentions, cap = _read_attentions(fields, config), read_logit_cap(fields)
+    if not fields.flag("enable_moe_block", False):
+        dense = read_dense(fields, attentions, eps=_EPS, tied=True, activation=ACTIVATION)
+        return GemmaConfig(**vars(dense), logit_cap=cap)
     top_k, total = fields.size("top_k_experts"), fields.size(*_EXPERTS)
     fields.relate(top_k <= total, f"top_k_experts: expected at most {total} experts, got {top_k}")
     read = read_sparse(
         fields,
-        _read_attentions(fields, config),
+        attentions,
         Router(top_k),
         eps=_EPS,
         experts=_EXPERTS,
         intermediate="moe_intermediate_size",
         shared_intermediate="intermediate_size",
         tied=True,
+        activation=ACTIVATION,
     )
     return Gemma4Config(**vars(read), logit_cap=cap)
 
 
+def read_unified_config(config: Mapping[str, Any]) -> Gemma4Config | GemmaConfig:
+    """Read a parsed ``config.json`` of Gemma 4 12B; raises the errors of `read_config`."""
+    return read_config({"hidden_size_per_layer_input": 0, "sliding_window": 1024, **config})
+
+
 def _require_supported(fields, config):
     """Add a problem for each option of other Gemma 4 models that is not supported."""
-    fields.require(
-        fields.flag("enable_moe_block", False),
-        "enable_moe_block: false is not supported, because only Gemma 4 models with experts are",
-    )
     # The models E2B and E4B add an embedding to each layer, and share keys between layers.
     fields.require(
         config.get("hidden_size_per_layer_input", 256) in (0, None),
@@ -103,15 +109,14 @@ def _require_supported(fields, config):
     )
     # "vision" concerns the tokens of images alone.
     fields.only("use_bidirectional_attention", (None, "vision"), None)
-    fields.only("hidden_activation", (_ACTIVATION,), _ACTIVATION)
 
 
 def _read_attentions(fields, config):
     """Return the sizes of the attention of each layer."""
     count = fields.size("num_hidden_layers")
-    default = [_SLIDING if (layer + 1) % _PATTERN else _FULL for layer in range(count)]
-    types = fields.layer_types((_SLIDING, _FULL), default)
-    types = (*types[:-1], _FULL)  # as transformers does, whatever the file says
+    default = [SLIDING if (layer + 1) % PATTERN else FULL for layer in range(count)]
+    types = fields.layer_types((SLIDING, FULL), default)
+    types = (*types[:-1], FULL)  # as transformers does, whatever the file says
     shared, bias = fields.flag("attention_k_eq_v", False), fields.flag("attention_bias", False)
     window = fields.size("sliding_window", default=512)
     attentions = []
@@ -128,9 +133,9 @@ def _read_attentions(fields, config):
                 bias=bias,
                 out_bias=bias,
                 normalize="heads",
-                window=window if kind == _SLIDING else None,
+                window=window if kind == SLIDING else None,
                 scale=1.0,
-                values_from_keys=shared and kind == _FULL,
+                values_from_keys=shared and kind == FULL,
                 normalize_values=True,
             )
         )
@@ -145,7 +150,7 @@ def _read_own_sizes(fields, config, layer, kind, shared):
     ``per_layer_config``, a mapping of layers to fields.
     """
     own = read_layer_fields(fields, config, layer, _OF_LAYERS)
-    if own is not None or kind == _SLIDING:
+    if own is not None or kind == SLIDING:
         return own or {}
     heads = config.get("num_global_key_value_heads") if shared else None
     heads = {} if heads is None else {"num_key_value_heads": heads}
@@ -162,9 +167,9 @@ def _read_rope_fields(fields, config, kind):
     given = find_rope_fields(config) or _ROPES
     own = given.get(kind) if isinstance(given, dict) else None
     if isinstance(given, dict) and not any(isinstance(one, dict) for one in given.values()):
-        base = fields.number("rope_local_base_freq", _ROPES[_SLIDING]["rope_theta"])
+        base = fields.number("rope_local_base_freq", _ROPES[SLIDING]["rope_theta"])
         flat = {"rope_theta": config.get("rope_theta"), **given}
-        own = {**flat, "rope_theta": base} if kind == _SLIDING else flat
+        own = {**flat, "rope_theta": base} if kind == SLIDING else flat
     fields.require(
         isinstance(own, dict), f"rope_parameters: expected an object {kind}, got {quoted(given)}"
     )
@@ -198,7 +203,7 @@ class DenseMLP(GatedMLP):
 
     def __init__(self, make: Builder, path: str, hidden: int, intermediate: int, eps: float):
         """Make the module with the `intermediate` columns of one shard."""
-        super().__init__(make, path, hidden, intermediate, _ACTIVATION)
+        super().__init__(make, path, hidden, intermediate, ACTIVATION)
         self.norm = make.norm(f"{path}.norm", hidden, eps)
         self.post_norm = make.norm(f"{path}.post_norm", hidden, eps)
 
@@ -211,68 +216,37 @@ class DenseMLP(GatedMLP):
         return self.post_norm(y)
 
 
-class Layer(DecoderLayer):
-    """A layer with a norm before and after each part, whose result is multiplied at the end.
+class Layer(PostNormLayer):
+    """A `PostNormLayer` whose result is multiplied by a number.
 
-    ``x = x + attention_post_norm(attention(attention_norm(x)))``
-    ``y = scale * (x + mlp_post_norm(mlp(x)))``
+    An expert block has the norms before its parts itself, so that such a layer has no `mlp_norm`.
 
     Attributes:
-      attention_norm: the norm before the attention.
-      attention: the attention.
-      attention_post_norm: the norm after the attention.
-      mlp: the expert block, which has the norms before its parts.
-      mlp_post_norm: the norm after the expert block.
       scale: `nnx.Param` ``[1]``.
     """
 
-    def __init__(
-        self,
-        attention_norm: RMSNorm,
-        attention: Any,
-        attention_post_norm: RMSNorm,
-        mlp: NVFP4MoE,
-        mlp_post_norm: RMSNorm,
-        scale: nnx.Param,
-    ):
-        """Make a layer of its parts."""
-        self.attention_norm, self.attention = attention_norm, attention
-        self.attention_post_norm = attention_post_norm
-        self.mlp, self.mlp_post_norm, self.scale = mlp, mlp_post_norm, scale
+    def __init__(self, scale: nnx.Param, *parts: Any):
+        """Make a layer of its `scale` and the arguments of `PostNormLayer`."""
+        super().__init__(*parts)
+        self.scale = scale
 
     def __call__(self, stream, positions, entries):
         """Run the layer with the arguments and results of `DecoderLayer`."""
-        with jax.named_scope("attention"):
-            x, normal = self.attention_norm.normalize_sum(stream)
-            y, entries = self.attention(normal, positions, entries)
-        x = x + self.attention_post_norm(y)
-        with jax.named_scope("mlp"):
-            x = x + self.mlp_post_norm(self.mlp(x))
-        return Residual(x * self.scale.get_value()[None, None]), entries
+        stream, entries = super().__call__(stream, positions, entries)
+        return Residual(add(stream) * self.scale.get_value()[None, None]), entries
 
 
-class Gemma4Decoder(Decoder):
-    """A decoder whose embedding is multiplied by ``sqrt(h)`` and whose logits are bounded."""
-
-    def embed(self, table, input_ids):
-        """Return the vectors of tokens ``[b, t, h]``; `table` is the embedding's value."""
-        factor = jnp.asarray(self.config.hidden**0.5, table.dtype)
-        return super().embed(table, input_ids) * factor
-
-    def _logits(self, x):
-        logits, cap = super()._logits(x), self.config.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def build_moe(config: Gemma4Config, layer: int, make: Builder) -> NVFP4MoE:
+def build_moe(config: Gemma4Config | GemmaConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer` with the dense MLP beside it.
 
     The block reads tokens that are not normalized. The router, the experts and the dense MLP each
     have a norm of their own.
 
     Raises:
-      ValueError: there is no such layer.
+      ValueError: there is no such layer, or the model is dense.
     """
+    if isinstance(config, GemmaConfig):
+        refuse_experts(config, layer, make)
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
     params, checkpoint_scheme = make.experts(f"{path}.experts.params", e, h, config.intermediate)
@@ -285,7 +259,7 @@ def build_moe(config: Gemma4Config, layer: int, make: Builder) -> NVFP4MoE:
         e,
         h,
         config.intermediate,
-        activation=_ACTIVATION,
+        activation=ACTIVATION,
         params=params,
         token_router=make.token_router(
             path, e, h, config.router, scale=True, norm=RouterNorm(scale, config.eps)
@@ -303,30 +277,38 @@ def build_moe(config: Gemma4Config, layer: int, make: Builder) -> NVFP4MoE:
     )
 
 
-def build_model(config: Gemma4Config, make: Builder) -> Decoder:
+def build_model(config: Gemma4Config | GemmaConfig, make: Builder) -> Decoder:
     """Make the whole model."""
 
     def build_layer(layer):
-        path, h, eps = f"layers.{layer}", config.hidden, config.eps
-        return Layer(
-            make.norm(f"{path}.attention_norm", h, eps),
-            build_attention(config, layer, make),
-            make.norm(f"{path}.attention_post_norm", h, eps),
-            build_moe(config, layer, make),
-            make.norm(f"{path}.mlp_post_norm", h, eps),
-            make.variable(f"{path}.scale", (1,)),
-        )
+        scale = make.variable(f"layers.{layer}.scale", (1,))
+        return Layer(scale, *_build_parts(config, layer, make))
 
-    return build_around(config, make, build_layer, tied=config.tied, decoder=Gemma4Decoder)
+    return build_around(config, make, build_layer, tied=config.tied, decoder=GemmaDecoder)
+
+
+def _build_parts(config, layer, make):
+    """Make the parts of a `PostNormLayer`."""
+    if layer in config.dense_layers:
+        return build_dense_parts(config, layer, make, before=True, activation=ACTIVATION)
+    path, h, eps = f"layers.{layer}", config.hidden, config.eps
+    return (
+        make.norm(f"{path}.attention_norm", h, eps),
+        build_attention(config, layer, make),
+        make.norm(f"{path}.attention_post_norm", h, eps),
+        None,
+        build_moe(config, layer, make),
+        make.norm(f"{path}.mlp_post_norm", h, eps),
+    )
 
 
 _LAYER = "model.layers.*"
 KEYS = {
     **DECODER_KEYS,
     **gqa_keys("layers.*.attention", f"{_LAYER}.self_attn"),
+    **gated_mlp_keys("layers.*.mlp", f"{_LAYER}.mlp"),
     **gated_mlp_keys("layers.*.mlp.shared_experts", f"{_LAYER}.mlp"),
-    "layers.*.attention_post_norm": f"{_LAYER}.post_attention_layernorm",
-    "layers.*.mlp_post_norm": f"{_LAYER}.post_feedforward_layernorm",
+    **NORM_KEYS,
     "layers.*.scale": f"{_LAYER}.layer_scalar",
     "layers.*.mlp.shared_experts.norm": f"{_LAYER}.pre_feedforward_layernorm",
     "layers.*.mlp.shared_experts.post_norm": f"{_LAYER}.post_feedforward_layernorm_1",
@@ -339,3 +321,4 @@ KEYS = {
     "layers.*.mlp.token_router.scale": f"{_LAYER}.router.per_expert_scale",
 }
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+UNIFIED = Architecture(read_unified_config, build_model, build_moe, KEYS)

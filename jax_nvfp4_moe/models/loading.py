@@ -29,7 +29,9 @@ from jax_nvfp4_moe.models import (
     deepseek_v4,
     deepseek_v32,
     ernie4_5_moe,
+    exaone4,
     exaone_moe,
+    gemma3,
     gemma4,
     glm4_moe,
     gpt_oss,
@@ -48,10 +50,12 @@ from jax_nvfp4_moe.models import (
     olmoe,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe,
+    smollm3,
     step3p7,
 )
 from jax_nvfp4_moe.models.config_keys import refuse_unread_keys, warn_of_generation_keys
@@ -109,6 +113,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe.ARCHITECTURE,
     "Gemma4ForConditionalGeneration": gemma4.ARCHITECTURE,
     "Gemma4ForCausalLM": gemma4.ARCHITECTURE,
+    "Gemma4UnifiedForConditionalGeneration": gemma4.UNIFIED,
+    "Gemma4UnifiedForCausalLM": gemma4.UNIFIED,
     "MiniMaxM3SparseForConditionalGeneration": minimax_m3.ARCHITECTURE,
     "MiniMaxM3VLForCausalLM": minimax_m3.ARCHITECTURE,
     "Step3p7ForConditionalGeneration": step3p7.ARCHITECTURE,
@@ -116,6 +122,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MistralForCausalLM": mistral.ARCHITECTURE,
     "Qwen2ForCausalLM": qwen3.QWEN2,
     "Qwen3ForCausalLM": qwen3.QWEN3,
+    "Exaone4ForCausalLM": exaone4.ARCHITECTURE,
+    "Exaone4_5_ForConditionalGeneration": exaone4.ARCHITECTURE,
+    "SmolLM3ForCausalLM": smollm3.ARCHITECTURE,
+    "Gemma3ForCausalLM": gemma3.ARCHITECTURE,
+    "Gemma3ForConditionalGeneration": gemma3.ARCHITECTURE,
+    "Qwen3_5ForCausalLM": qwen3_5.ARCHITECTURE,
+    "Qwen3_5ForConditionalGeneration": qwen3_5.ARCHITECTURE,
 }
 
 _LOG = logging.getLogger("jax_nvfp4_moe")

@@ -105,35 +105,48 @@ def read_sizes(
     Raises:
       CheckpointError: as for `read_config`.
     """
-    hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
-    positions = fields.size("max_position_embeddings", default=32768)
-    eps = fields.number("rms_norm_eps", 1e-6)
     experts, top_k = fields.size("num_experts"), fields.size("num_experts_per_tok")
-    fields.only("hidden_act", ("silu", "swish"), "silu")
-    fields.only("attn_output_gate", (True,), True)
-    fields.only("layer_scale", (False,), False)
     fields.relate(
         top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
     )
     read = Qwen3NextConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden=hidden,
-        num_layers=layers,
-        max_positions=fields.positions(positions),
-        eps=eps,
-        attention_layers=_read_attention_layers(fields, layers),
-        attention=_read_attention(fields, config, hidden, positions, eps),
-        delta=_read_delta(fields, hidden, eps),
+        **read_mixers(fields, config),
         dense_intermediate=fields.size("intermediate_size", default=1) if dense_layers else 1,
         dense_layers=dense_layers,
         num_experts=experts,
         intermediate=fields.size("moe_intermediate_size", default=512),
         shared_intermediate=fields.size("shared_expert_intermediate_size", default=512),
         router=Router(top_k, renormalize=renormalize),
-        tied=fields.flag("tie_word_embeddings", False),
     )
     fields.finish()
     return read
+
+
+def read_mixers(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all sizes but those of MLPs and experts, by their names in `Qwen3NextConfig`.
+
+    Args:
+      fields: the fields of `config`, which receive the problems.
+      config: a parsed ``config.json``.
+    """
+    hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
+    positions = fields.size("max_position_embeddings", default=32768)
+    eps = fields.number("rms_norm_eps", 1e-6)
+    fields.only("hidden_act", ("silu", "swish"), "silu")
+    fields.only("attn_output_gate", (True,), True)
+    fields.only("output_gate_type", ("silu", "swish"), "silu")  # of the gated delta net
+    fields.only("layer_scale", (False,), False)
+    return {
+        "vocab_size": fields.size("vocab_size"),
+        "hidden": hidden,
+        "num_layers": layers,
+        "max_positions": fields.positions(positions),
+        "eps": eps,
+        "attention_layers": _read_attention_layers(fields, layers),
+        "attention": _read_attention(fields, config, hidden, positions, eps),
+        "delta": _read_delta(fields, hidden, eps),
+        "tied": fields.flag("tie_word_embeddings", False),
+    }
 
 
 def _read_attention_layers(fields, layers):
@@ -181,10 +194,15 @@ def _read_delta(fields, hidden, eps):
     )
 
 
-def build_mixer(config: Qwen3NextConfig, layer: int, make: Builder):
+def build_mixer(config: Any, layer: int, make: Builder):
     """Make the attention or the gated delta net of `layer`.
 
     Its heads are sharded along the mesh axis `tensor`.
+
+    Args:
+      config: has `attention_layers`, `attention` and `delta`.
+      layer: the index of the layer.
+      make: builds the parts.
     """
     path = f"layers.{layer}.attention"
     if layer in config.attention_layers:

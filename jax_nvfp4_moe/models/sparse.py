@@ -63,6 +63,7 @@ def read_sparse(
     shared_experts: int = 0,
     shared_intermediate: str | None = None,
     tied: bool = False,
+    activation: str | None = None,
 ) -> SparseConfig:
     """Read the sizes that all these models store under the same names, and return all sizes.
 
@@ -78,11 +79,14 @@ def read_sparse(
       shared_intermediate: the name of the intermediate size of all shared experts together. None if
         each shared expert is as wide as a routed expert.
       tied: the default of ``tie_word_embeddings``.
+      activation: the activation, if the caller has read it. None reads ``hidden_act``, which must
+        be SiLU.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
-    fields.only("hidden_act", ACTIVATIONS, "silu")
+    if activation is None:
+        fields.only("hidden_act", ACTIVATIONS, "silu")
     width = fields.size(intermediate)
     read = SparseConfig(
         vocab_size=fields.size("vocab_size"),

@@ -159,6 +159,7 @@ def test_stacked_experts_in_bfloat16_draft_as_single_ones(name, load):
     [
         (GLM, packed, "nvfp4", {"excluded": True}),
         (GLM, in_fp8, "fp8", {}),
+        ("qwen3_5-modelopt-w4a16", in_fp8, "fp8", {}),
         (KIMI, in_fp8_blocks, "fp8", {}),
     ],
 )

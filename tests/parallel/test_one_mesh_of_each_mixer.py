@@ -25,6 +25,7 @@ FOLDERS = (
     "lfm2_moe-modelopt-w4a16",  # the channels of a convolution, and of its three inputs
     "nemotron_h-modelopt-w4a16",  # channels of x, B and C, each in parts of its own
     "qwen3_next-modelopt-w4a16",  # channels of queries, keys and values
+    "gemma3-modelopt-w4a16",  # norms of what all shards add up
 )
 
 

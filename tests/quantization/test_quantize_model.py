@@ -199,12 +199,19 @@ WRITTEN = (
     "gemma4-modelopt-w4a16",
     "minimax_m3-modelopt-w4a16",
     "step3p7-modelopt-w4a16",
+    "qwen3_5-modelopt-w4a16",
+    "gemma3-modelopt-w4a16",
+    "gemma4_dense-modelopt-w4a16",
+    "nemotron_h_dense-modelopt-w4a16",
+    "exaone4-modelopt-w4a16",
+    "smollm3-modelopt-w4a16",
 )
 
 
 NO_LINEARS = (
     *(".conv1d", ".conv.conv", ".A_log", ".embed_tokens"),
     *(".wo_a", ".ape", "_fn", ".hc_head*"),  # of DeepSeek-V4
+    "multi_modal_projector*",  # of Gemma 3
 )
 
 

@@ -10,6 +10,46 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+}
+GEMMA3 = {
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": GEMMA_ROPES,
+    "pad_token_id": 0,
+}
+GEMMA4 = {
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 20.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 20000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "pad_token_id": 0,
+}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "image_size": 16,
+    "patch_size": 4,
+}
 
 DENSE_MODELS = {
     "llama": Architecture(
@@ -27,4 +67,87 @@ DENSE_MODELS = {
         ),
     ),
     "qwen3": Architecture("qwen3", dense(intermediate_size=96, head_dim=32)),
+    "gemma3": Architecture(
+        "gemma3",
+        {
+            "text_config": dense() | GEMMA3,
+            "vision_config": SIGLIP,
+            "mm_tokens_per_image": 4,
+        },
+        model="Gemma3ForConditionalGeneration",
+    ),
+    "gemma3_text": Architecture(
+        "gemma3_text",
+        dense()
+        | GEMMA3
+        | {
+            "final_logit_softcapping": 2.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4_dense": Architecture(
+        "gemma4",
+        {
+            "text_config": dense()
+            | GEMMA4
+            | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        },
+        model="Gemma4ForConditionalGeneration",
+    ),
+    "gemma4_unified": Architecture(
+        "gemma4_unified_text",
+        {n: v for n, v in (dense() | GEMMA4).items() if n != "hidden_size_per_layer_input"}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4_dense_text": Architecture("gemma4_text", dense() | GEMMA4 | {"attention_bias": True}),
+    "exaone4": Architecture(
+        "exaone4",
+        dense(
+            intermediate_size=96,
+            sliding_window=8,
+            sliding_window_pattern=2,
+            rope_parameters=LLAMA3,
+        ),
+    ),
+    "exaone4-full": Architecture(
+        "exaone4",
+        dense(
+            intermediate_size=96,
+            sliding_window=None,
+            layer_types=["full_attention"] * 2,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "exaone4_5": Architecture(
+        "exaone4_5",
+        {
+            "text_config": dense(
+                intermediate_size=96,
+                model_type="exaone4",
+                sliding_window=8,
+                sliding_window_pattern=2,
+            ),
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "num_key_value_heads": 2,
+                "out_hidden_size": 64,
+                "patch_size": 4,
+                "fullatt_block_indexes": [0],
+            },
+        },
+        model="Exaone4_5_ForConditionalGeneration",
+    ),
+    "smollm3": Architecture(
+        "smollm3",
+        dense(
+            intermediate_size=96,
+            use_sliding_window=True,
+            sliding_window=8,
+            no_rope_layer_interval=2,
+        ),
+    ),
 }

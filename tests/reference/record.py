@@ -116,7 +116,7 @@ class Recorder:
         for index, layer in enumerate(layers):
             self.hook(layer, self.output(f"layers.{index}.output"))
             for block in layer.modules():
-                if type(block).__name__ == "Gemma4TextDecoderLayer":
+                if type(block).__name__ == "Gemma4TextDecoderLayer" and block.enable_moe_block:
                     self.attach_gemma4(block, f"layers.{index}.moe")
                 elif hasattr(block, "experts"):
                     self.attach_block(block, f"layers.{index}.moe")

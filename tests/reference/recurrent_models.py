@@ -24,6 +24,7 @@ MAMBA = {
     "n_routed_experts": 8,
     "routed_scaling_factor": 2.5,
 }
+OF_EXPERTS = ("moe_shared_expert_intermediate_size", "n_routed_experts", "routed_scaling_factor")
 KIMI_LACKS = ("first_k_dense_replace", "n_routed_experts")
 
 RECURRENT_MODELS = {
@@ -54,6 +55,23 @@ RECURRENT_MODELS = {
         dense(**DELTA, **EXPERTS, num_experts=6, shared_expert_intermediate_size=48),
         prompt=(1, 68),
     ),
+    "qwen3_5": Architecture(
+        "qwen3_5",
+        {"text_config": dense(**DELTA, intermediate_size=96), "vision_config": VISION},
+        prompt=(1, 68),
+        model="Qwen3_5ForConditionalGeneration",
+    ),
+    "qwen3_5_text": Architecture(
+        "qwen3_5_text",
+        dense(
+            **DELTA
+            | {"num_hidden_layers": 3, "layer_types": ["full_attention", *DELTA["layer_types"]]},
+            intermediate_size=96,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+        prompt=(1, 68),
+    ),
     "nemotron_h": Architecture(
         "nemotron_h",
         {k: v for k, v in dense(**MAMBA, **EXPERTS).items() if k != "num_hidden_layers"}
@@ -71,6 +89,12 @@ RECURRENT_MODELS = {
             "topk_group": 1,
         },
         prompt=(1, 48),
+    ),
+    "nemotron_h_dense": Architecture(
+        "nemotron_h",
+        {k: v for k, v in dense(**MAMBA).items() if k not in ("num_hidden_layers", *OF_EXPERTS)}
+        | {"hybrid_override_pattern": "M-*-", "vocab_size": 64},
+        prompt=(1, 68),
     ),
     "nemotron_h-odd": Architecture(
         "nemotron_h",

@@ -39,6 +39,7 @@ DRAFTED = {
     "qwen3moe-modelopt-w4a16": (QWEN, (1,)),
     "qwen3_next-modelopt-w4a16": (QWEN, (1,)),
     "qwen3_5_moe-modelopt-w4a16": (QWEN, (1,)),
+    "qwen3_5-modelopt-w4a16": (QWEN, (1,)),
     "kimi_k2-modelopt-w4a16": (None, (1,)),
     "deepseek_v3-direct-modelopt-w4a16": (None, (1,)),
     "glm4_moe-groups-modelopt-w4a16": (None, (1,)),
