@@ -43,7 +43,14 @@ class DenseConfig:
         return range(self.num_layers)
 
 
-def read_dense(fields: Fields, attention: Any, *, eps: float, tied: bool = False) -> DenseConfig:
+def read_dense(
+    fields: Fields,
+    attention: Any,
+    *,
+    eps: float,
+    tied: bool = False,
+    activation: str | None = None,
+) -> DenseConfig:
     """Read the sizes that all these models store under the same names, and return all sizes.
 
     Args:
@@ -51,11 +58,14 @@ def read_dense(fields: Fields, attention: Any, *, eps: float, tied: bool = False
       attention: the sizes of the attention, which the caller has read.
       eps: the default epsilon of the norms.
       tied: the default of ``tie_word_embeddings``.
+      activation: the activation, if the caller has read it. None reads ``hidden_act``, which must
+        be SiLU.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
-    fields.only("hidden_act", ACTIVATIONS, "silu")
+    if activation is None:
+        fields.only("hidden_act", ACTIVATIONS, "silu")
     read = DenseConfig(
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),

@@ -199,6 +199,14 @@ WRITTEN = (
     "gemma4-modelopt-w4a16",
     "minimax_m3-modelopt-w4a16",
     "step3p7-modelopt-w4a16",
+    "ministral3-modelopt-w4a16",
+    "phi3-modelopt-w4a16",
+    "granite-modelopt-w4a16",
+    "granitehybrid-modelopt-w4a16",
+    "olmo2-modelopt-w4a16",
+    "olmo3-modelopt-w4a16",
+    "seed_oss-modelopt-w4a16",
+    "apertus-modelopt-w4a16",
 )
 
 

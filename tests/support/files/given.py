@@ -20,7 +20,20 @@ MODELS = sorted(
     if (path.parent / "model.safetensors").exists()
 )
 # Those of them without experts, by the name of the family.
-DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DENSE_FAMILIES = (
+    "apertus",
+    "granite",
+    "granitehybrid",
+    "llama",
+    "ministral3",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+)
 WITH_EXPERTS = [name for name in MODELS if name.split("-")[0] not in DENSE_FAMILIES]
 EXAMPLE = pathlib.Path(jax_nvfp4_moe.__file__).parent / "examples" / "tiny-python-moe"
 EXAMPLE_REFERENCE = CHECKPOINTS / "tiny-python-moe-reference"
