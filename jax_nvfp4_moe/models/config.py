@@ -16,7 +16,7 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 # A multimodal embedding is the usual one where the tokens are text.
 _ROPE_ALIASES = {"mrope": "default"}
 # Types whose factor is in `max_position_embeddings` already.
-_LENGTHENED_TYPES = ("llama3",)
+_LENGTHENED_TYPES = ("llama3", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _MOST_POSITIONS = 2**31  # of int32
 _KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}
@@ -319,8 +319,8 @@ def read_positions(
     """Return the number of positions that the model supports.
 
     YaRN lengthens its original context by ``factor``, whatever ``max_position_embeddings`` says.
-    A linear factor lengthens ``max_position_embeddings``. The factor of "llama3" is in that number
-    already.
+    A linear factor lengthens ``max_position_embeddings``. The factors of "llama3" and "longrope"
+    are in that number already.
 
     Args:
       fields: the fields of ``config.json``, which receive the problems.
@@ -361,6 +361,7 @@ def read_rope(
     *,
     theta: float = 10000.0,
     share: float = 1.0,
+    types: Sequence[str] = ROPE_TYPES,
 ) -> Rope:
     """Read the rotary embedding.
 
@@ -376,15 +377,15 @@ def read_rope(
       positions: the value of ``max_position_embeddings``.
       theta: the default of ``rope_theta``.
       share: the default of ``partial_rotary_factor``.
+      types: the types that the architecture has.
 
     Source: YaRN, arXiv:2309.00071; `modeling_rope_utils` of transformers for the details.
     """
     given = _one_section(fields, find_rope_fields(config))
     kind = read_rope_kind(given)
-    if kind not in ROPE_TYPES:
+    if kind not in types:
         fields.require(
-            False,
-            f"rope_type: {quoted(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}",
+            False, f"rope_type: {quoted(kind)} is not supported; supported: {', '.join(types)}"
         )
         kind = "default"
     older = ("rope_theta", "partial_rotary_factor")

@@ -122,6 +122,9 @@ HARMLESS: Mapping[str, str] = {
             "attention_dropout",
             "hidden_dropout",
             "embedding_dropout",
+            "embd_pdrop",
+            "resid_pdrop",
+            "residual_dropout",
             "initializer_range",
             "router_aux_loss_coef",
             "router_jitter_noise",
@@ -203,6 +206,10 @@ HARMLESS: Mapping[str, str] = {
             "mtp_layers_block_type",
             "projector_bias",
             "mm_tokens_per_image",
+            "multimodal_projector_bias",
+            "projector_hidden_act",
+            "spatial_merge_size",
+            "vision_feature_layer",
         ),
         _OTHER_MODULE,
     ),
@@ -224,6 +231,7 @@ HARMLESS: Mapping[str, str] = {
             "rope_scaling",
             "compress_rope_theta",  # where rope_parameters has an object for it
             "first_k_dense_replace",
+            "num_experts_per_tok",  # where no layer has experts
             "mlp_bias",  # where stored biases are refused
             "mamba_proj_bias",
             "linear_conv_kernel_dim",

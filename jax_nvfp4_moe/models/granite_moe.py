@@ -9,7 +9,7 @@ transformers.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields, is_finite
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
+from jax_nvfp4_moe.models.dense import refuse_experts
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
 from jax_nvfp4_moe.models.sparse import ACTIVATIONS, read_top_k, require_experts
@@ -68,13 +69,13 @@ class GraniteConfig:
       attention: the sizes of the attention.
       mamba: the sizes of the Mamba-2 mixers; None in models without them.
       recurrent: the indices of layers with a Mamba-2 mixer. The other layers have attention.
-      num_experts: the number of routed experts in a layer.
-      intermediate: the intermediate size of one expert.
+      num_experts: the number of routed experts in a layer. 0 for none.
+      intermediate: the intermediate size of one expert. 0 without experts.
       shared_intermediate: the intermediate size of all shared experts together. 0 for none.
-      router: how tokens choose experts.
+      router: how tokens choose experts; None without experts.
       multipliers: the numbers that scale vectors and logits.
       tied: whether the head shares the weights of the embedding.
-      dense_layers: empty, because all layers have experts.
+      dense_layers: the indices of layers without experts: all or none.
     """
 
     vocab_size: int
@@ -88,7 +89,7 @@ class GraniteConfig:
     num_experts: int
     intermediate: int
     shared_intermediate: int
-    router: Router
+    router: Router | None
     multipliers: Multipliers
     tied: bool
     dense_layers: frozenset[int] = frozenset()
@@ -129,32 +130,48 @@ def _read(fields, config, shared, mamba=None, recurrent=frozenset(), rotates=Tru
         out_bias=bias,
         scale=fields.number("attention_multiplier", 1.0),
     )
-    multipliers = Multipliers(
-        fields.number("embedding_multiplier", 1.0),
-        fields.number("residual_multiplier", 1.0),
-        fields.number("logits_scaling", 1.0),
-    )
+    multipliers = read_multipliers(fields)
+    layers, dense = fields.size("num_hidden_layers"), mamba is not None and _is_dense(config)
     fields.relate(
-        multipliers.logits != 0, f"logits_scaling: expected not zero, got {multipliers.logits}"
+        not dense or shared > 0,
+        f"shared_intermediate_size: expected a positive integer without experts, got {shared}",
     )
     read = GraniteConfig(
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=layers,
         max_positions=fields.positions() if rotates else fields.size("max_position_embeddings"),
         eps=fields.number("rms_norm_eps", _EPS),
         attention=attention if rotates else dataclasses.replace(attention, rope=None),
         mamba=mamba,
         recurrent=recurrent,
-        num_experts=fields.size(*_EXPERTS),
-        intermediate=fields.size("intermediate_size"),
+        num_experts=0 if dense else fields.size(*_EXPERTS),
+        intermediate=0 if dense else fields.size("intermediate_size"),
         shared_intermediate=shared,
-        router=Router(read_top_k(fields, *_EXPERTS), select="logits"),
+        router=None if dense else Router(read_top_k(fields, *_EXPERTS), select="logits"),
         multipliers=multipliers,
         tied=fields.flag("tie_word_embeddings", False),
+        dense_layers=frozenset(range(layers) if dense else ()),
     )
     fields.finish()
     return read
+
+
+def read_multipliers(fields: Fields) -> Multipliers:
+    """Read the numbers that scale vectors and logits."""
+    read = Multipliers(
+        fields.number("embedding_multiplier", 1.0),
+        fields.number("residual_multiplier", 1.0),
+        fields.number("logits_scaling", 1.0),
+    )
+    fields.relate(read.logits != 0, f"logits_scaling: expected not zero, got {read.logits}")
+    return read
+
+
+def _is_dense(config) -> bool:
+    """Return whether a hybrid has no experts, so that the shared experts are the only MLP."""
+    count = next((config[name] for name in _EXPERTS if config.get(name) is not None), None)
+    return type(count) is int and count == 0
 
 
 def _read_mamba(fields, config) -> Mamba2Config:
@@ -250,8 +267,10 @@ def build_moe(config: GraniteConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer` with its shared experts.
 
     Raises:
-      ValueError: there is no such layer.
+      ValueError: there is no such layer, or no layer has experts.
     """
+    if config.router is None:
+        return refuse_experts(config, layer, make)
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
     params, checkpoint_scheme = make.experts(
@@ -272,8 +291,28 @@ def build_moe(config: GraniteConfig, layer: int, make: Builder) -> NVFP4MoE:
     )
 
 
+def build_mlp(config: GraniteConfig, layer: int, make: Builder):
+    """Make the expert block of `layer`, or its one MLP if the layer has no experts."""
+    if layer in config.dense_layers:
+        path, width = f"layers.{layer}.mlp", config.shared_intermediate
+        return build_joined_mlp(make, path, config.hidden, width)
+    return build_moe(config, layer, make)
+
+
 def build_model(config: GraniteConfig, make: Builder) -> Decoder:
     """Make the whole model."""
+    return build_scaled(config, make, build_mixer, build_mlp)
+
+
+def build_scaled(config: Any, make: Builder, build_mixer: Callable, build_mlp: Callable) -> Decoder:
+    """Make a model whose vectors and logits are scaled by ``config.multipliers``.
+
+    Args:
+      config: the sizes.
+      make: builds the parts.
+      build_mixer: takes the sizes, the index of a layer and `make`, and returns its mixer.
+      build_mlp: takes the same arguments, and returns the MLP or the expert block of the layer.
+    """
 
     def build_layer(index):
         path = f"layers.{index}"
@@ -281,7 +320,7 @@ def build_model(config: GraniteConfig, make: Builder) -> Decoder:
             make.norm(f"{path}.attention_norm", config.hidden, config.eps),
             build_mixer(config, index, make),
             make.norm(f"{path}.mlp_norm", config.hidden, config.eps),
-            build_moe(config, index, make),
+            build_mlp(config, index, make),
         )
         layer.multiplier = config.multipliers.residual
         return layer
@@ -296,6 +335,7 @@ KEYS = {
     **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
     **mamba2_keys("layers.*.attention", "model.layers.*.mamba"),
     **below("layers.*.mlp.shared_experts", "model.layers.*.shared_mlp", _SHARED),
+    **below("layers.*.mlp", "model.layers.*.shared_mlp", _SHARED),  # without experts
     "layers.*.mlp.experts.params": f"{_BLOCK}.experts",
     # The name in published files, and the name that transformers 5 uses in memory.
     "layers.*.mlp.token_router.weight": (

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import MOST, Fields, is_index, read_rope
+from jax_nvfp4_moe.models.config import MOST, ROPE_TYPES, Fields, is_index, read_rope
 from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig
 
 
@@ -15,7 +15,9 @@ def read_grouped_query(
     eps: float,
     theta: float = 10000.0,
     head_dim: int | None = None,
+    key_heads: int | None = None,
     share: float | None = None,
+    types: Sequence[str] = ROPE_TYPES,
     **options: Any,
 ) -> GQAConfig:
     """Read the sizes of a grouped-query attention.
@@ -26,15 +28,19 @@ def read_grouped_query(
       eps: the default epsilon of the norms.
       theta: the default of ``rope_theta``.
       head_dim: the default of ``head_dim``. None means ``hidden_size / num_attention_heads``.
+      key_heads: the default of ``num_key_value_heads``. None takes one for each query head.
       share: the default share of a head's channels that are rotated. None for models that always
         rotate all of them.
+      types: the types of rotary embeddings that the architecture has.
       options: further fields of `GQAConfig`.
     """
-    hidden, (heads, kv_heads) = fields.size("hidden_size"), fields.heads()
+    hidden, (heads, kv_heads) = fields.size("hidden_size"), fields.heads(key_heads)
     head_dim = fields.size("head_dim", default=head_dim or max(hidden // heads, 1))
     fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
     positions = fields.size("max_position_embeddings")
-    rope = read_rope(fields, config, head_dim, positions, theta=theta, share=share or 1.0)
+    rope = read_rope(
+        fields, config, head_dim, positions, theta=theta, share=share or 1.0, types=types
+    )
     fields.relate(
         share is not None or 2 * len(rope.frequencies) == head_dim,
         "partial_rotary_factor: expected 1, because this architecture rotates all channels",

@@ -23,6 +23,7 @@ from jax_nvfp4_moe.nn.building.builder import Builder, as_stored
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
+from jax_nvfp4_moe.numerics.query_growth import grow
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.ops.causal_attention.op import attention
@@ -51,7 +52,7 @@ class Llama4Config:
       chunks: for each layer, the size of the chunk of positions within which a query sees keys.
         None means all positions.
       qk_norm: whether rotated queries and keys are normalized.
-      temperature: scale and floor of the factor on queries that are not rotated; see `_grow`. None
+      temperature: scale and floor of the factor on queries that are not rotated; see `grow`. None
         means no such factor.
       dense_intermediate: the intermediate size of dense MLPs.
       dense_layers: the indices of layers with one dense MLP in place of experts.
@@ -213,7 +214,7 @@ class Attention(HeadParallel):
             qk = self._rotate(qk, positions)
         q, k = jnp.split(qk, [config.num_heads], axis=2)
         if not self.rotated and config.temperature is not None:
-            q = _grow(q, positions, *config.temperature)
+            q = grow(q, positions + 1, *config.temperature)
         seen, entries = self.kv.append(entries, positions, {"k": k, "v": v})
         how = {"chunk": self.chunk, "target": self.target, **self.kv.scale_options}
         y = attention(q, seen["k"], seen["v"], positions, **how)
@@ -233,18 +234,6 @@ class Attention(HeadParallel):
         wide = turned.astype(jnp.float32)
         mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         return (wide * lax.rsqrt(mean + self.config.eps)).astype(turned.dtype)
-
-
-def _grow(q, positions, scale, floor):
-    """Return ``q * (1 + scale * log(1 + floor((position + 1) / floor)))``.
-
-    The factor keeps the attention of long contexts sharp.
-
-    Source: arXiv:2501.19399.
-    """
-    steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / floor)
-    factors = jnp.log1p(steps) * scale + 1.0
-    return (q.astype(jnp.float32) * factors[:, :, None, None]).astype(q.dtype)
 
 
 def build_attention(config: Llama4Config, layer: int, make: Builder):

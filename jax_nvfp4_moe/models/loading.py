@@ -25,6 +25,7 @@ from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids
 from jax_nvfp4_moe.checkpoint.table import WeightTable
 from jax_nvfp4_moe.checkpoint.weights.held_counts import refuse_layers
 from jax_nvfp4_moe.models import (
+    apertus,
     deepseek_v3,
     deepseek_v4,
     deepseek_v32,
@@ -35,6 +36,7 @@ from jax_nvfp4_moe.models import (
     gemma4,
     glm4_moe,
     gpt_oss,
+    granite,
     granite_moe,
     hunyuan_moe,
     kimi_linear,
@@ -43,11 +45,14 @@ from jax_nvfp4_moe.models import (
     llama4,
     minimax_m2,
     minimax_m3,
+    ministral3,
     mistral,
     mistral4,
     mixtral,
     nemotron_h,
+    olmo2,
     olmoe,
+    phi3,
     qwen2_moe,
     qwen3,
     qwen3_5,
@@ -55,6 +60,7 @@ from jax_nvfp4_moe.models import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe,
+    seed_oss,
     smollm3,
     step3p7,
 )
@@ -107,7 +113,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "GraniteMoeSharedForCausalLM": granite_moe.ARCHITECTURE,
     "GraniteMoeHybridForCausalLM": granite_moe.HYBRID,
     "Mistral4ForCausalLM": mistral4.ARCHITECTURE,
-    "Mistral3ForConditionalGeneration": mistral4.ARCHITECTURE,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe.ARCHITECTURE,
     "Qwen2MoeForCausalLM": qwen2_moe.ARCHITECTURE,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe.ARCHITECTURE,
@@ -129,6 +134,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Gemma3ForConditionalGeneration": gemma3.ARCHITECTURE,
     "Qwen3_5ForCausalLM": qwen3_5.ARCHITECTURE,
     "Qwen3_5ForConditionalGeneration": qwen3_5.ARCHITECTURE,
+    "Ministral3ForCausalLM": ministral3.ARCHITECTURE,
+    "Mistral3ForConditionalGeneration": ministral3.ARCHITECTURE,
+    "Phi3ForCausalLM": phi3.ARCHITECTURE,
+    "GraniteForCausalLM": granite.ARCHITECTURE,
+    "Olmo2ForCausalLM": olmo2.OLMO2,
+    "Olmo3ForCausalLM": olmo2.OLMO3,
+    "SeedOssForCausalLM": seed_oss.ARCHITECTURE,
+    "ApertusForCausalLM": apertus.ARCHITECTURE,
+}
+# Names of multimodal models that hold one of several language models -> ``model_type`` of the
+# language model -> its architecture.
+LANGUAGE_MODELS: Mapping[str, Mapping[str, Architecture]] = {
+    "Mistral3ForConditionalGeneration": {
+        "ministral3": ministral3.ARCHITECTURE,
+        "mistral": mistral.ARCHITECTURE,
+        "mistral3": mistral.ARCHITECTURE,  # the text_config has no type
+        "mistral4": mistral4.ARCHITECTURE,
+    },
 }
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
@@ -145,16 +168,32 @@ def list_architectures(config: Mapping[str, Any]) -> list[str]:
 def find_architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture that a parsed ``config.json`` names under ``architectures``.
 
+    If the name is one of `LANGUAGE_MODELS`, ``model_type`` decides. `config` is a merged config, as
+    `merge_text_config` returns it.
+
     Raises:
       CheckpointError: none of the names is supported. The message lists the supported names.
     """
     names = config.get("architectures")
     for name in list_architectures(config):
+        if name in LANGUAGE_MODELS:
+            return _find_language_model(config, name)
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     raise CheckpointError(
         f"{CONFIG}: architectures: {quoted(names)} is not supported"
         f"{why_refused_family(names)}; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _find_language_model(config, name) -> Architecture:
+    """Return the architecture of the language model inside the multimodal model `name`."""
+    known, kind = LANGUAGE_MODELS[name], config.get("model_type")
+    if isinstance(kind, str) and kind in known:
+        return known[kind]
+    raise CheckpointError(
+        f"{CONFIG}: text_config.model_type: {quoted(kind)} is not supported in {name}; supported: "
+        f"{', '.join(known)}"
     )
 
 

@@ -22,7 +22,7 @@ def read_config(config: Mapping[str, Any]) -> DenseConfig:
     """
     fields = Fields(config)
     window = read_window(fields) if "sliding_window" in config else _WINDOW
-    attention = read_grouped_query(fields, config, eps=_EPS, window=window)
+    attention = read_grouped_query(fields, config, eps=_EPS, key_heads=8, window=window)
     return read_dense(fields, attention, eps=_EPS)
 
 

@@ -48,8 +48,6 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     if not find_rope_fields(config):
         config = {**config, "rope_parameters": _YARN}
     fields = Fields(config)
-    # Mistral3ForConditionalGeneration is also the class of models that have no experts.
-    fields.only("model_type", ("mistral4",), "mistral4")
     return read_sparse(
         fields,
         _read_attention(fields, config),
@@ -91,15 +89,22 @@ def _read_attention(fields, config) -> MLAConfig:
         interleaved=fields.flag("rope_interleave", True),
         bias=fields.flag("attention_bias", False),
         rope=rope,
-        temperature=_read_temperature(fields, given),
+        temperature=read_temperature(fields, config),
     )
 
 
-def _read_temperature(fields, given):
-    """Return the scale and the length of `MLAConfig.temperature`, or None without a scale."""
-    rope = Fields(given)
+def read_temperature(fields: Fields, config: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the scale and the length by which queries grow, or None without a scale.
+
+    Args:
+      fields: the fields of ``config.json``, which receive the problems.
+      config: the parsed ``config.json``.
+    """
+    given = find_rope_fields(config)
+    rope = Fields(given if isinstance(given, dict) else {})
     scale = rope.number("llama_4_scaling_beta", 0.0)
-    floor = rope.size("original_max_position_embeddings", default=1)
+    longest = fields.size("max_position_embeddings")
+    floor = rope.size("original_max_position_embeddings", default=longest)
     fields.problems += rope.problems
     return (scale, float(floor)) if scale else None
 

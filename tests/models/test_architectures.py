@@ -22,6 +22,16 @@ from jax_nvfp4_moe.nn.intermediates import capture
 
 # Bound of one block, from the README of the given checkpoints: float32 sums in another order.
 BLOCK_BOUND = 1e-5
+# The rotary embedding of ministral3.
+MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 64.0,
+    "original_max_position_embeddings": 6,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 # Each entry has a folder and the fields of its config that are changed. `ROUTER_FAULTS` change only
 # how a router chooses and weighs experts.
 ROUTER_FAULTS = [
@@ -66,6 +76,34 @@ FAULTS = [
     ("exaone4-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
     ("smollm3-modelopt-w4a16", {"no_rope_layers": [1, 1]}),
     ("smollm3-modelopt-w4a16", {"sliding_window": 7}),
+    ("ministral3-modelopt-w4a16", {"sliding_window": 9}),
+    (
+        "ministral3-modelopt-w4a16",
+        {"rope_parameters": MINISTRAL | {"llama_4_scaling_beta": 0.51}},
+    ),
+    (
+        "ministral3-modelopt-w4a16",
+        {"rope_parameters": MINISTRAL | {"original_max_position_embeddings": 7, "factor": 55.0}},
+    ),
+    ("phi3-modelopt-w4a16", {"sliding_window": 9}),
+    ("phi3-modelopt-w4a16", {"original_max_position_embeddings": 16}),
+    ("phi3-modelopt-w4a16", {"original_max_position_embeddings": 9}),
+    ("granite-modelopt-w4a16", {"attention_multiplier": 0.21}),
+    ("granite-modelopt-w4a16", {"residual_multiplier": 0.71}),
+    ("granite-modelopt-w4a16", {"embedding_multiplier": 3.1}),
+    ("granite-modelopt-w4a16", {"logits_scaling": 2.1}),
+    ("granitehybrid-modelopt-w4a16", {"residual_multiplier": 0.71}),
+    ("granitehybrid-modelopt-w4a16", {"position_embedding_type": "rope"}),
+    ("olmo2-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    ("olmo3-modelopt-w4a16", {"sliding_window": 7}),
+    ("olmo3-modelopt-w4a16", {"layer_types": ["full_attention", "sliding_attention"]}),
+    (
+        "olmo3-modelopt-w4a16",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    ),
+    ("seed_oss-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    ("apertus-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    ("apertus-modelopt-w4a16", {"rope_parameters": {"rope_theta": 10000.0}}),
     ("olmoe-bias-modelopt-w4a16", {"clip_qkv": 1.1}),
     (
         "glm4_moe-groups-modelopt-w4a16",

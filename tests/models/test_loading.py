@@ -21,11 +21,12 @@ from support.files.unquantized import SMALL
 from support.models.architecture import KERNELS, relative, run
 
 from jax_nvfp4_moe import CheckpointError, Scheme, Target, explain, load_model, load_moe
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
 from jax_nvfp4_moe.models.config import Fields, read_rope
-from jax_nvfp4_moe.models.loading import abstract_model
+from jax_nvfp4_moe.models.loading import ARCHITECTURES, abstract_model, find_architecture
 from jax_nvfp4_moe.nn.variables import NVFP4Param
 
 QWEN = CHECKPOINTS / "qwen3moe-modelopt-w4a16"
@@ -187,6 +188,21 @@ def test_configs_that_no_model_fits(tmp_path, source, changes, message):
     folder = copy_with_config(source, tmp_path / "m", **changes)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder)
+
+
+def test_the_language_model_inside_a_multimodal_mistral():
+    """Its type decides, which is "mistral" if the text_config has none."""
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    for kind, expected in (
+        ({"model_type": "ministral3"}, "Ministral3ForCausalLM"),
+        ({"model_type": "mistral4"}, "Mistral4ForCausalLM"),
+        ({"model_type": "mistral"}, "MistralForCausalLM"),
+        ({}, "MistralForCausalLM"),
+    ):
+        found = find_architecture(merge_text_config({**outer, "text_config": kind}))
+        assert found is ARCHITECTURES[expected]
+    with pytest.raises(CheckpointError, match=r"text_config\.model_type: 'llama' is not supported"):
+        find_architecture(merge_text_config({**outer, "text_config": {"model_type": "llama"}}))
 
 
 def test_all_problems_of_a_config_at_once(tmp_path):

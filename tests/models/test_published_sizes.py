@@ -174,12 +174,84 @@ DEFAULTS = {
         "layer_types": ["linear_attention"] * 2,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
+    "ministral3": {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "phi3": {
+        "num_key_value_heads": 4,  # as many as there are query heads
+        "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096,
+        "sliding_window": None,
+    },
+    "granite": {
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "rope_parameters": {"rope_theta": 10000.0},
+    },
+    "olmo2": {
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "rope_parameters": {"rope_theta": 10000.0},
+    },
+    "olmo3": {
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "sliding_window": 4096,
+        "layer_types": ["sliding_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    },
+    "seed_oss": {
+        "rms_norm_eps": 1e-6,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "head_dim": 128,
+        "rope_parameters": {"rope_theta": 10000.0},
+    },
+    "apertus": {
+        "num_key_value_heads": 4,
+        "hidden_act": "xielu",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12000000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
 }
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_a_field_that_is_left_out_has_the_default_of_its_class(name):
-    defaults = DEFAULTS[name] | {"hidden_act": "silu", "tie_word_embeddings": False}
+    defaults = {"hidden_act": "silu", "tie_word_embeddings": False} | DEFAULTS[name]
     config = small_config(name) | defaults
     for older in ("partial_rotary_factor", "rope_theta", "rope_scaling"):
         config.pop(older, None)

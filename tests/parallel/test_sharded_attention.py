@@ -62,6 +62,11 @@ MODELS = {
     "step3p7": ("step3p7-modelopt-w4a16", ((2, 4),)),
     # Dense models, which have nothing to shard along `expert`.
     "llama": ("llama-modelopt-w4a16", ((2, 4), (1, 2))),
+    "ministral3": ("ministral3-modelopt-w4a16", ((2, 4),)),
+    # One linear has its queries and its two key heads, which more shards do not divide.
+    "phi3": ("phi3-modelopt-w4a16", ((2, 2), (1, 2))),
+    "olmo3": ("olmo3-modelopt-w4a16", ((2, 4),)),
+    "apertus": ("apertus-modelopt-w4a16", ((2, 4),)),
 }
 # All-reduces of attentions, experts, dense MLPs, the embedding, and means of queries and keys; then
 # those of shared experts. The latter join those of the experts if both add over the same devices.
@@ -88,6 +93,10 @@ SENT = {
     "minimax_m3": (2 + 1 + 1 + 1, 1),
     "step3p7": (3 + 2 + 1 + 1, 2),
     "llama": (2 + 0 + 2 + 1, 0),
+    "ministral3": (2 + 0 + 2 + 1, 0),
+    "phi3": (2 + 0 + 2 + 1, 0),
+    "olmo3": (2 + 0 + 2 + 1 + 2, 0),
+    "apertus": (2 + 0 + 2 + 1, 0),
 }
 # Folder, its architecture, and the scheme to load with.
 ATTENTIONS = {

@@ -205,6 +205,14 @@ WRITTEN = (
     "nemotron_h_dense-modelopt-w4a16",
     "exaone4-modelopt-w4a16",
     "smollm3-modelopt-w4a16",
+    "ministral3-modelopt-w4a16",
+    "phi3-modelopt-w4a16",
+    "granite-modelopt-w4a16",
+    "granitehybrid-modelopt-w4a16",
+    "olmo2-modelopt-w4a16",
+    "olmo3-modelopt-w4a16",
+    "seed_oss-modelopt-w4a16",
+    "apertus-modelopt-w4a16",
 )
 
 

@@ -51,6 +51,45 @@ SIGLIP = {
     "patch_size": 4,
 }
 
+# The factor of queries grows within the prompt.
+MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 64.0,
+    "original_max_position_embeddings": 6,
+    "max_position_embeddings": 512,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+# The prompt is longer than the original context, so that the long factors apply.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 1.5, 3.0, 20.0],
+}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 16,
+    "image_size": 8,
+    "patch_size": 4,
+}
+# Those of `GRANITE` without experts.
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
+
 DENSE_MODELS = {
     "llama": Architecture(
         "llama", dense(intermediate_size=96, rope_parameters=LLAMA3, rms_norm_eps=1e-5)
@@ -148,6 +187,89 @@ DENSE_MODELS = {
             use_sliding_window=True,
             sliding_window=8,
             no_rope_layer_interval=2,
+        ),
+    ),
+    "ministral3": Architecture(
+        "mistral3",
+        {
+            "text_config": dense(
+                model_type="ministral3",
+                intermediate_size=96,
+                head_dim=32,
+                sliding_window=10,
+                rope_parameters=MINISTRAL,
+            ),
+            "vision_config": PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+        model="Mistral3ForConditionalGeneration",
+    ),
+    "ministral3_text": Architecture(
+        "ministral3", dense(intermediate_size=96, head_dim=32, rope_parameters=MINISTRAL)
+    ),
+    "mistral3": Architecture(
+        "mistral3",
+        {
+            "text_config": dense(
+                model_type="mistral", intermediate_size=96, head_dim=32, sliding_window=None
+            ),
+            "vision_config": PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+        model="Mistral3ForConditionalGeneration",
+    ),
+    "phi3": Architecture(
+        "phi3",
+        dense(
+            intermediate_size=96,
+            original_max_position_embeddings=8,
+            sliding_window=10,
+            rope_parameters=LONGROPE,
+        ),
+    ),
+    "granite": Architecture("granite", dense(**FACTORS, intermediate_size=96, attention_bias=True)),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        dense(
+            **FACTORS,
+            intermediate_size=96,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=96,
+            layer_types=["linear_attention", "full_attention"],
+            mamba_n_heads=8,
+            mamba_n_groups=2,
+            mamba_d_state=16,
+            mamba_d_head=16,
+            mamba_chunk_size=32,
+        ),
+    ),
+    "olmo2": Architecture("olmo2", dense(intermediate_size=96, attention_bias=True)),
+    "olmo3": Architecture(
+        "olmo3",
+        dense(
+            intermediate_size=96,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                    "attention_factor": 1.3,
+                },
+            },
+        ),
+    ),
+    "seed_oss": Architecture(
+        "seed_oss", dense(intermediate_size=96, head_dim=32, attention_out_bias=True)
+    ),
+    "apertus": Architecture(
+        "apertus",
+        dense(
+            intermediate_size=96, rope_parameters={**LLAMA3, "rope_theta": 10000.0, "factor": 8.0}
         ),
     ),
 }

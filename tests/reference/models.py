@@ -21,6 +21,8 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
 def random_values(name: str, old: torch.Tensor) -> torch.Tensor:
     """Draw values that make every part of a layer matter: logits and states of order one."""
     noise = torch.randn(old.shape)
+    if old.ndim == 0:
+        return old  # constants of an activation
     if name.endswith("A_log"):
         return torch.log(1 + 7 * torch.rand(old.shape))
     if "norm" in name or name.endswith(FROM_ONE):

@@ -120,8 +120,9 @@ class Recorder:
                     self.attach_gemma4(block, f"layers.{index}.moe")
                 elif hasattr(block, "experts"):
                     self.attach_block(block, f"layers.{index}.moe")
-            if getattr(layer, "shared_mlp", None) is not None:
-                self.hook(layer.shared_mlp, self.added(f"layers.{index}.moe.output"))
+            shared = getattr(layer, "shared_mlp", None)
+            if shared is not None and getattr(layer, "has_experts", True):
+                self.hook(shared, self.added(f"layers.{index}.moe.output"))
 
     def detach(self) -> None:
         for handle in self.handles:

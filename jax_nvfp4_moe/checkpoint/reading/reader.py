@@ -150,7 +150,7 @@ class Reader:
         as_stored = stored_dtype == array.dtype and not piece.swapped
         reads = []
         for run in self._tensors.runs(piece.name, index, bounded=not as_stored):
-            part = place[run.at]
+            part = place[(*run.at, ...)]
             if as_stored and run.contiguous and part.flags.c_contiguous:
                 reads.append((piece.name, part, run.start))
             else:

@@ -11,6 +11,7 @@ from jax_nvfp4_moe.nn.building.builder import Builder, as_stored
 from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
 from jax_nvfp4_moe.numerics.norms import mean_square, normalize
+from jax_nvfp4_moe.numerics.query_growth import grow
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.ops.causal_attention.op import attention
 from jax_nvfp4_moe.ops.gating import gate_heads
@@ -53,6 +54,12 @@ class GQAConfig:
         default.
       sinks: whether each query head has a sink: a learned score that takes part in the softmax, and
         whose value is zero. False by default.
+      temperature: scale s and length f. The query at position p is multiplied by
+        ``1 + s log(1 + floor(p / f))``. None (default) for no factor.
+      long_rope: number of positions, and the rotation in place of `rope` for more positions. A call
+        takes it if the cache has room for more positions, or if a call without a cache reads more.
+        None (default) always takes `rope`.
+      joined: whether one linear in the file computes queries, keys and values. False by default.
     """
 
     hidden: int
@@ -73,6 +80,9 @@ class GQAConfig:
     normalize_values: bool = False
     gated: bool = False
     sinks: bool = False
+    temperature: tuple[float, float] | None = None
+    long_rope: tuple[int, Rope] | None = None
+    joined: bool = False
 
     def __post_init__(self):
         """Check that a gated layer has no option that would be ignored.
@@ -80,10 +90,11 @@ class GQAConfig:
         Raises:
           ValueError: if it has one.
         """
-        if self.gated and (self.values_from_keys or not self.plain_heads):
+        if self.gated and (self.values_from_keys or self.joined or not self.plain_heads):
             raise ValueError(
                 "gated: expected False, because the layer clips or interleaves heads, normalizes "
-                "them as a whole, normalizes values, or has no projection of values; got True"
+                "them as a whole, normalizes values, or has no projection of queries or values of "
+                "its own; got True"
             )
 
     @property
@@ -109,7 +120,11 @@ class Attention(HeadParallel):
         projections = {"q": 2 * rows if config.gated else rows, "k": kv_rows}
         if not config.values_from_keys:
             projections["v"] = kv_rows
-        self.qkv = make.merged_linear(f"{path}.qkv", h, projections, as_stored(config.bias))
+        bias = as_stored(config.bias)
+        if config.joined:
+            self.qkv = make.linear(f"{path}.qkv", sum(projections.values()), h, bias)
+        else:
+            self.qkv = make.merged_linear(f"{path}.qkv", h, projections, bias)
         self.out = make.linear(f"{path}.out", h, rows, as_stored(config.out_bias))
         if config.sinks:
             self.sinks = make.variable(f"{path}.sinks", (config.num_heads,), dtype=jnp.float32)
@@ -132,6 +147,8 @@ class Attention(HeadParallel):
         """Return the results of all heads ``[b, t, n, d]``, packed if `x` is, and the cache."""
         qkv = self._projected(x, positions)
         q, seen, entries = self._prepare(qkv, positions, entries)
+        if self.config.temperature is not None:
+            q = grow(q, positions, *self.config.temperature)
         y = attention(
             q,
             seen["k"],
@@ -150,8 +167,10 @@ class Attention(HeadParallel):
     def _prepare(self, qkv, positions, entries):
         """Return the queries, the keys and values that they see, and the cache entries."""
         config = self.config
+        room = positions.shape[1] if entries is None else entries["k"].shape[2]
+        rope = self._rotation(room)
         if entries is None or not config.plain_heads:
-            q, k, v = self._split(qkv, positions)
+            q, k, v = self._split(qkv, positions, rope)
             seen, entries = self.kv.append(entries, positions, {"k": k, "v": v})
             return q, seen, entries
         q_weight, k_weight = self._head_weights()
@@ -163,7 +182,7 @@ class Attention(HeadParallel):
             q_weight=q_weight,
             k_weight=k_weight,
             eps=config.eps,
-            rope=config.rope,
+            rope=rope,
             rotates_first=config.normalize == "rotated",
             gated=config.gated,
             target=self.target,
@@ -178,15 +197,22 @@ class Attention(HeadParallel):
             return None, None
         return self.q_norm.weight.get_value(), self.k_norm.weight.get_value()
 
+    def _rotation(self, room: int) -> Rope | None:
+        """Return the rotation of a call whose positions are below `room`."""
+        if self.config.long_rope is None:
+            return self.config.rope
+        length, rope = self.config.long_rope
+        return rope if room > length else self.config.rope
+
     def project(self, x, positions):
         """Return the queries, keys and values ``[b, t, n, d]`` of tokens `x`, as they meet."""
-        return self._split(self._projected(x, positions), positions)
+        return self._split(self._projected(x, positions), positions, self.config.rope)
 
-    def _split(self, qkv, positions):
+    def _split(self, qkv, positions, rope):
         """Return queries, keys and values ``[b, t, n, d]`` as they meet, from projected tokens."""
         config = self.config
         if config.gated:
-            options = HeadOptions(config.rope, config.eps, config.normalize == "rotated", True)
+            options = HeadOptions(rope, config.eps, config.normalize == "rotated", True)
             weights = None if config.normalize is None else self._head_weights()
             m, d = config.num_kv_heads, config.head_dim
             return split_heads(qkv, positions, weights, m, d, options)
@@ -199,8 +225,8 @@ class Attention(HeadParallel):
         if config.interleaved:
             # Queries and keys change alike, so that scores stay what they are.
             qk = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)
-        if config.rope is not None:
-            qk = rotate(qk, positions, config.rope)
+        if rope is not None:
+            qk = rotate(qk, positions, rope)
         if config.normalize == "rotated":
             qk = self._normalized_heads(qk)
         q, k = jnp.split(qk, [config.num_heads], axis=2)
@@ -280,6 +306,8 @@ def build_heads(config: Any, path: str, make: Builder, attention: Any = Attentio
             f"{heads} query heads and {kv_heads} key heads cannot be divided into {shards} equal "
             "parts"
         )
+    elif getattr(config, "joined", False) and kv_heads % shards:
+        reason = f"{kv_heads} key heads in one linear cannot be divided into {shards} equal parts"
     own = dataclasses.replace(
         config, num_heads=max(heads // shards, 1), num_kv_heads=kv_heads // kv_parts
     )
@@ -299,6 +327,7 @@ def build_heads(config: Any, path: str, make: Builder, attention: Any = Attentio
             "out": ShardSpec("columns", shards),
             "sinks": rows,
             "gate": rows,  # one gate for each query head
+            "qkv": ShardSpec("rows", shards, (heads, kv_heads, kv_heads)),
             # The indexer of `nn.attention.block_sparse` has a query for each key head, and one key.
             "index.q": kv_rows,
             "index.k": None,

@@ -23,6 +23,7 @@ from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.packing import is_unpacked, pack_like, unpack
+from jax_nvfp4_moe.numerics.query_growth import grow
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.cache import append
 from jax_nvfp4_moe.ops.causal_attention.op import attention
@@ -225,7 +226,7 @@ class LatentAttention(HeadParallel):
         config = self.config
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
         q = q.reshape(*positions.shape, config.num_heads, width)
-        return q if config.temperature is None else _grow(q, positions, *config.temperature)
+        return q if config.temperature is None else grow(q, positions, *config.temperature)
 
     def _attend(self, q, seen, positions, chosen=None):
         """Attend to cache entries ``[b, 1, s, d]``: to those of `chosen`, or to all if it is None.
@@ -340,13 +341,6 @@ def _join_rotated(plain, rotated):
     """Return the keys of all heads, which share their rotated channels."""
     shared = jnp.broadcast_to(rotated, (*plain.shape[:-1], rotated.shape[-1]))
     return jnp.concatenate([plain, shared], axis=-1)
-
-
-def _grow(q, positions, scale, length):
-    """Return ``q * (1 + scale * log(1 + floor(position / length)))``."""
-    steps = jnp.floor(positions.astype(jnp.float32) / length)
-    factors = 1.0 + scale * jnp.log1p(steps)
-    return (q.astype(jnp.float32) * factors[:, :, None, None]).astype(q.dtype)
 
 
 def _apart(config, expansion):

@@ -524,7 +524,7 @@ def _widen(made: Any, shards: int) -> Any:
 
 def _whole(shape: Sequence[int], spec: ShardSpec | None) -> tuple[int, ...]:
     """Return the shape in the file of an array whose shards have `shape`."""
-    return (shape[0] * (spec.parts if spec else 1), *shape[1:])
+    return (shape[0] * spec.parts, *shape[1:]) if spec else tuple(shape)
 
 
 def _zeros(tree):

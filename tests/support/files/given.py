@@ -21,8 +21,24 @@ MODELS = sorted(
 )
 # Those of them without experts, by the name of the family.
 DENSE_FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "smollm3"),
-    *("exaone4", "gemma3", "gemma4_dense", "nemotron_h_dense"),
+    "apertus",
+    "exaone4",
+    "gemma3",
+    "gemma4_dense",
+    "granite",
+    "granitehybrid",
+    "llama",
+    "ministral3",
+    "mistral",
+    "nemotron_h_dense",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_5",
+    "seed_oss",
+    "smollm3",
 )
 WITH_EXPERTS = [name for name in MODELS if name.split("-")[0] not in DENSE_FAMILIES]
 EXAMPLE = pathlib.Path(jax_nvfp4_moe.__file__).parent / "examples" / "tiny-python-moe"
