@@ -136,6 +136,7 @@ HARMLESS: Mapping[str, str] = {
             "moe_drop_tokens",
             "moe_use_aux_free",
             "mtp_loss_scaling_factor",
+            "load_balance_coeff",
             "rescale_prenorm_residual",
             "time_step_max",  # the range from which training drew the first biases
             "time_step_floor",
@@ -163,6 +164,10 @@ HARMLESS: Mapping[str, str] = {
             "boa_token_id",
             "eoa_token_index",
             "eod_token_id",
+            "image_start_token_id",
+            "image_end_token_id",
+            "video_start_token_id",
+            "video_end_token_id",
         ),
         _FOR_TOKENIZER,
     ),
@@ -184,6 +189,10 @@ HARMLESS: Mapping[str, str] = {
             "mamba_ssm_dtype",
             "mamba_ssm_cache_dtype",
             "moe_shared_expert_overlap",
+            "use_grouped_mm",
+            "enable_moe_fp32_combine",  # the dtype in which a sum or a product is rounded
+            "enable_attention_fp32_softmax",
+            "enable_lm_head_fp32",
             "num_logits_to_keep",
         ),
         _FOR_TOOL,
@@ -215,6 +224,7 @@ HARMLESS: Mapping[str, str] = {
             "intermediate_size",
             "num_attention_groups",
             "linear_num_heads",
+            "expert_hidden_dim",
             "model_max_length",
             "use_double_wide_mlp",  # with keys shared between layers, which are refused
             "partial_rotary_factor",  # of an embedding that no layer has

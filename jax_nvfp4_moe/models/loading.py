@@ -24,16 +24,20 @@ from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids
 from jax_nvfp4_moe.checkpoint.table import WeightTable
 from jax_nvfp4_moe.checkpoint.weights.held_counts import refuse_layers
 from jax_nvfp4_moe.models import (
+    afmoe,
     deepseek_v3,
     deepseek_v4,
     deepseek_v32,
+    dots1,
     ernie4_5_moe,
     exaone_moe,
     gemma4,
     glm4_moe,
+    glm4v_moe,
     gpt_oss,
     granite_moe,
     hunyuan_moe,
+    hy_v3,
     kimi_linear,
     lfm2_moe,
     llama,
@@ -51,6 +55,7 @@ from jax_nvfp4_moe.models import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe,
+    solar_open,
     step3p7,
 )
 from jax_nvfp4_moe.models.config_keys import refuse_unread_keys, warn_of_generation_keys
@@ -111,6 +116,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MiniMaxM3SparseForConditionalGeneration": minimax_m3.ARCHITECTURE,
     "MiniMaxM3VLForCausalLM": minimax_m3.ARCHITECTURE,
     "Step3p7ForConditionalGeneration": step3p7.ARCHITECTURE,
+    "AfmoeForCausalLM": afmoe.ARCHITECTURE,
+    "HYV3ForCausalLM": hy_v3.ARCHITECTURE,
+    "SolarOpenForCausalLM": solar_open.ARCHITECTURE,
+    "Dots1ForCausalLM": dots1.ARCHITECTURE,
+    "Glm4vMoeForConditionalGeneration": glm4v_moe.ARCHITECTURE,
     "LlamaForCausalLM": llama.ARCHITECTURE,
     "MistralForCausalLM": mistral.ARCHITECTURE,
     "Qwen2ForCausalLM": qwen3.QWEN2,

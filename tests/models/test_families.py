@@ -148,9 +148,18 @@ def keep_in_memory(tensors):
         tensors[new] = tensors.pop(name)
 
 
+def keep_hy3_in_memory(tensors):
+    """Rename tensors of Hy3 as transformers 5 does in memory."""
+    for name in list(tensors):
+        new = name.replace("mlp.router.gate.", "mlp.gate.").replace("shared_mlp", "shared_experts")
+        new = new.replace("mlp.expert_bias", "mlp.e_score_correction_bias")
+        tensors[new] = tensors.pop(name)
+
+
 @pytest.mark.parametrize(
     ("name", "rename"),
     [
+        ("hy_v3", keep_hy3_in_memory),
         ("kimi_linear", publish_kimi),
         ("bailing_hybrid", publish_ling),
         ("gemma4", nest_experts),
@@ -332,16 +341,20 @@ COUNT = ("num_experts", "num_local_experts")
 ROUTED = ("n_routed_experts", "num_local_experts")
 # The names that a size has in files of a family, of published models and of transformers.
 NAMES = {
+    "afmoe": (COUNT,),
     "deepseek_v3-direct": (ROUTED,),
     "deepseek_v32": (ROUTED,),
     "deepseek_v4": (ROUTED,),
+    "dots1": (ROUTED,),
     "ernie4_5_moe": (("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")),
     "exaone_moe": ((*COUNT, "n_routed_experts"),),
     "glm4_moe-groups": ((*COUNT, "n_routed_experts"),),
+    "glm4v_moe": ((*COUNT, "n_routed_experts"),),
     "glm_moe_dsa": (ROUTED,),
     "gpt_oss": (COUNT, ("num_experts_per_tok", "experts_per_token")),
     "granitemoe": (COUNT,),
     "hunyuan_v1_moe": (COUNT, ("moe_topk", "num_experts_per_tok")),
+    "hy_v3": (COUNT,),
     "kimi_linear": (
         (*COUNT, "n_routed_experts"),
         ("num_experts_per_token", "num_experts_per_tok"),
@@ -365,6 +378,7 @@ NAMES = {
     "qwen2_moe": (COUNT,),
     "qwen3_vl_moe": (COUNT,),
     "qwen3moe": (COUNT,),
+    "solar_open": (ROUTED,),
     "step3p7": (("n_routed_experts", "moe_num_experts", "num_local_experts"),),
 }
 
@@ -429,6 +443,22 @@ def test_layers_are_as_transformers_derives_them():
     plain["num_hidden_layers"] = 5
     other = read("exaone_moe", **plain, sliding_window_pattern="LLG")
     assert [one.window for one in other.attention] == [6, 6, None, 6, None]
+    afmoe = read("afmoe", layer_types=None, num_hidden_layers=8, num_dense_layers=None)
+    assert [one.window for one in afmoe.attention] == [6, 6, 6, None] * 2
+    assert [one.rope is None for one in afmoe.attention] == [False, False, False, True] * 2
+    assert afmoe.dense_layers == {0}
+    other = read("afmoe", layer_types=None, global_attn_every_n_layers=1)
+    assert [one.window for one in other.attention] == [None, None]
+    assert read("hy_v3", mlp_layer_types=None).dense_layers == {0}
+    assert read("hy_v3", mlp_layer_types=None, first_k_dense_replace=2).dense_layers == {0, 1}
+    dots = read("dots1", layer_types=None, num_hidden_layers=3)
+    assert [one.window for one in dots.attention] == [None, 6, 6]
+    config = json.loads((given("dots1") / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="sliding_window: null, but layer_types has"):
+        find_architecture(config).read_config(config | {"sliding_window": None})
+    config |= {"layer_types": None, "sliding_window": None}
+    dots = find_architecture(config).read_config(config)
+    assert [one.window for one in dots.attention] == [None, None]
     # The last layer has no window, whatever the file says.
     plain = {"layer_types": None, "per_layer_config": None, "num_hidden_layers": 8}
     gemma = read("gemma4", **plain, rope_parameters=None)
@@ -527,6 +557,23 @@ def test_layers_are_as_transformers_derives_them():
             "compress_ratios: expected a list of 3 values from 0, 4, 128",
         ),
         ("lfm2_moe", {"layer_types": None}, "layer_types: missing"),
+        ("afmoe", {"score_func": "softmax"}, "score_func: 'softmax' is not supported"),
+        ("afmoe", {"route_norm": False}, "route_norm: False is not supported"),
+        ("afmoe", {"n_group": 2}, "n_group: 2 is not supported"),
+        ("afmoe", {"num_limited_groups": 2}, "num_limited_groups: 2 is not supported"),
+        ("afmoe", {"num_experts_per_tok": 5}, "num_experts_per_tok: expected at most 4 experts"),
+        ("afmoe", {"layer_types": ["full_attention"]}, "layer_types: expected a list of 2 values"),
+        ("hy_v3", {"qk_norm": False}, "qk_norm: False is not supported"),
+        ("hy_v3", {"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid: False is not supp"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias: True is not supported"),
+        ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected a list of 2 values"),
+        ("solar_open", {"use_qk_norm": True}, "use_qk_norm: True is not supported"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace: 1 is not supported"),
+        ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
+        ("dots1", {"n_shared_experts": None}, "n_shared_experts: missing"),
+        ("glm4v_moe", {"topk_group": 5}, "cannot be chosen from 5 of 4 groups"),
+        ("glm4v_moe", {"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: False is not supported"),
         ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound: expected a negative"),
     ],

@@ -58,6 +58,11 @@ MODELS = {
     "ling": ("bailing_hybrid-modelopt-w4a16", ((2, 4),)),
     "gemma4": ("gemma4-modelopt-w4a16", ((2, 4),)),
     "minimax_m3": ("minimax_m3-modelopt-w4a16", ((2, 4),)),
+    "afmoe": ("afmoe-modelopt-w4a16", ((2, 4),)),
+    "hy_v3": ("hy_v3-modelopt-w4a16", ((2, 4),)),
+    "solar_open": ("solar_open-modelopt-w4a16", ((2, 4),)),
+    "dots1": ("dots1-modelopt-w4a16", ((2, 4),)),
+    "glm4v_moe": ("glm4v_moe-modelopt-w4a16", ((2, 4),)),
     # Its layers have 4 query heads, or 8 with a window. Each device has 1 or 2.
     "step3p7": ("step3p7-modelopt-w4a16", ((2, 4),)),
 }
@@ -84,6 +89,11 @@ SENT = {
     "ling": (2 + 1 + 1 + 1, 1),
     "gemma4": (2 + 2 + 0 + 1, 2),
     "minimax_m3": (2 + 1 + 1 + 1, 1),
+    "afmoe": (2 + 1 + 1 + 1, 1),
+    "hy_v3": (2 + 1 + 1 + 1, 1),
+    "solar_open": (1 + 1 + 0 + 1, 1),
+    "dots1": (2 + 1 + 1 + 1, 1),
+    "glm4v_moe": (2 + 1 + 1 + 1, 1),
     "step3p7": (3 + 2 + 1 + 1, 2),
 }
 # Folder, its architecture, and the scheme to load with.
