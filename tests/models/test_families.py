@@ -13,7 +13,13 @@ from support.files.checkpoint_edits import edited, read_all
 from support.files.deepseek_v4_files import publish_names
 from support.files.given import CHECKPOINTS, reference_tensors
 from support.files.published_step import NOT_PUBLISHED, PUBLISHED
-from support.files.unquantized import ROUNDABLE, dense_tensors, read_config, write_source
+from support.files.unquantized import (
+    ROUNDABLE,
+    dense_tensors,
+    dequantized,
+    read_config,
+    write_source,
+)
 from support.models.architecture import EXACT, logit_error, run
 
 from jax_nvfp4_moe import CheckpointError, load_model, quantize_model
@@ -156,10 +162,20 @@ def keep_hy3_in_memory(tensors):
         tensors[new] = tensors.pop(name)
 
 
+def keep_phimoe_in_memory(tensors):
+    """Rename tensors of Phi-3.5-MoE as transformers 5 does in memory."""
+    for name in list(tensors):
+        new = name.replace("block_sparse_moe.gate.", "mlp.router.").replace(
+            "block_sparse_moe", "mlp"
+        )
+        tensors[new] = tensors.pop(name)
+
+
 @pytest.mark.parametrize(
     ("name", "rename"),
     [
         ("hy_v3", keep_hy3_in_memory),
+        ("phimoe", keep_phimoe_in_memory),
         ("kimi_linear", publish_kimi),
         ("bailing_hybrid", publish_ling),
         ("gemma4", nest_experts),
@@ -210,6 +226,56 @@ def test_nemotron_in_a_multimodal_file(name, tmp_path):
     assert found.keys() == expected.keys()
     for path, array in expected.items():
         np.testing.assert_array_equal(found[path], array)
+
+
+def test_the_thinker_in_a_file_of_qwen3_omni(tmp_path):
+    """Such a file holds a talker too, whose layers have names like those of the thinker."""
+
+    def nest(tensors):
+        for key in list(tensors):
+            new = key.replace("model.language_model.", "model.")
+            for tower in ("visual", "audio_tower"):
+                new = new.replace(f"model.{tower}", tower)
+            tensors[f"thinker.{new}"] = tensors.pop(key)
+        for key in ("model.layers.0.self_attn.q_proj", "codec_head", "text_projection.linear_fc1"):
+            tensors[f"talker.{key}.weight"] = np.ones((8, 8), np.float32)
+        tensors["code2wav.pre_transformer.layers.0.mlp.up_proj.weight"] = np.ones((8, 8))
+
+    folder = edited(tmp_path, given("qwen3_omni_moe").name, nest)
+    thinker = json.loads((folder / "config.json").read_text())
+    quantization = thinker.pop("quantization_config")
+    quantization["ignore"] = [
+        "thinker." + name.replace("model.language_model.", "model.").replace("model.v", "v")
+        for name in quantization["ignore"]
+    ]
+    del thinker["architectures"]
+    outer = {
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": thinker,
+        "talker_config": {"text_config": {"hidden_size": 8, "num_hidden_layers": 1}},
+        "code2wav_config": {},
+        "quantization_config": quantization,
+    }
+    (folder / "config.json").write_text(json.dumps(outer))
+    found, expected = arrays_of(folder), arrays_of(given("qwen3_omni_moe"))
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array)
+
+
+def test_the_thinker_alone_is_quantized(tmp_path):
+    """The language model has the bytes of the tool, which quantizes the audio tower too."""
+    source = dequantized(given("qwen3_omni_moe").name, tmp_path / "source", ROUNDABLE)
+    quantize_model(source, tmp_path / "q")
+    ours, theirs = read_all(tmp_path / "q"), read_all(given("qwen3_omni_moe"))
+    quantized = [key for key in theirs if ".audio_tower." not in key and "visual" not in key]
+    assert [key for key in ours if ".audio_tower." in key and key.endswith("_scale")] == []
+    for key in quantized:
+        if key.endswith("weight_scale_2"):  # the source rounded 2688 * scale
+            np.testing.assert_array_max_ulp(ours[key], theirs[key], 1)
+        else:
+            assert ours[key].tobytes() == theirs[key].tobytes()
 
 
 def test_minimax_m3_as_published(tmp_path):
@@ -375,7 +441,9 @@ NAMES = {
         ("conv_kernel", "mamba_d_conv"),
     ),
     "olmoe-bias": (COUNT,),
+    "phimoe": (COUNT,),
     "qwen2_moe": (COUNT,),
+    "qwen3_omni_moe": (COUNT,),
     "qwen3_vl_moe": (COUNT,),
     "qwen3moe": (COUNT,),
     "solar_open": (ROUTED,),
@@ -404,6 +472,24 @@ def test_a_size_has_its_value_under_each_name(name):
         assert others == [first] * len(others), names
         with contextlib.suppress(CheckpointError):  # there is no default
             assert read(name, **nothing) != first, names
+
+
+def test_phimoe_has_the_positions_and_frequencies_of_short_texts():
+    """Published files have the fields of the embedding under their older names."""
+    phi = read("phimoe")
+    assert phi.max_positions == 32
+    config = read_config(given("phimoe"))
+    rope = dict(config["rope_parameters"])
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    older = {"rope_parameters": None, "rope_theta": theta, "rope_scaling": rope | {"type": kind}}
+    assert read("phimoe", **older) == phi
+    del rope["original_max_position_embeddings"]  # which stands beside it, too
+    assert read("phimoe", **older | {"rope_scaling": rope | {"type": kind}}) == phi
+    plain = read("phimoe", rope_parameters={"rope_theta": theta}, max_position_embeddings=128)
+    assert plain.max_positions == 128
+    factors = np.divide(plain.attention.rope.frequencies, phi.attention.rope.frequencies)
+    np.testing.assert_allclose(factors, rope["short_factor"], rtol=1e-6)
+    assert (plain.attention.rope.scale, phi.attention.rope.scale) == (1.0, 1.2)
 
 
 def test_published_names_of_step():
@@ -573,6 +659,28 @@ def test_layers_are_as_transformers_derives_them():
         ("dots1", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
         ("dots1", {"n_shared_experts": None}, "n_shared_experts: missing"),
         ("glm4v_moe", {"topk_group": 5}, "cannot be chosen from 5 of 4 groups"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: 3 is not supported"),
+        ("phimoe", {"num_local_experts": 1}, "num_local_experts: expected 2 or more, got 1"),
+        ("phimoe", {"router_jitter_noise": -0.1}, "router_jitter_noise: expected 0 or more"),
+        ("phimoe", {"rope_parameters": {"rope_type": "longrope"}}, "short_mscale: expected a fin"),
+        (
+            "phimoe",
+            {"rope_parameters": {"rope_type": "longrope", "short_mscale": 1.0}},
+            "short_factor: expected 8 positive numbers, one for each pair of channels; got None",
+        ),
+        (
+            "phimoe",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_mscale": 1.0,
+                    "short_factor": [1.0] * 7 + [0],
+                }
+            },
+            "short_factor: expected 8 positive numbers",
+        ),
+        ("phimoe", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type: 'dynamic' is not"),
+        ("qwen3_omni_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most 6"),
         ("glm4v_moe", {"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: False is not supported"),
         ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound: expected a negative"),

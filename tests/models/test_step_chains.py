@@ -31,6 +31,7 @@ ONE_CALL = (
     "mixtral-window-modelopt-w4a16",
     "qwen2_moe-modelopt-w4a16",
     "qwen3_5_moe-modelopt-w4a16",
+    "qwen3_omni_moe-modelopt-w4a16",
     "qwen3_next-modelopt-w4a16",
     "qwen3_next-options-modelopt-w4a16",
     "qwen3moe-modelopt-w4a16",

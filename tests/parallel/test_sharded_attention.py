@@ -63,6 +63,8 @@ MODELS = {
     "solar_open": ("solar_open-modelopt-w4a16", ((2, 4),)),
     "dots1": ("dots1-modelopt-w4a16", ((2, 4),)),
     "glm4v_moe": ("glm4v_moe-modelopt-w4a16", ((2, 4),)),
+    "phimoe": ("phimoe-modelopt-w4a16", ((2, 4),)),
+    "qwen3_omni": ("qwen3_omni_moe-modelopt-w4a16", ((2, 4),)),
     # Its layers have 4 query heads, or 8 with a window. Each device has 1 or 2.
     "step3p7": ("step3p7-modelopt-w4a16", ((2, 4),)),
 }
@@ -94,6 +96,8 @@ SENT = {
     "solar_open": (1 + 1 + 0 + 1, 1),
     "dots1": (2 + 1 + 1 + 1, 1),
     "glm4v_moe": (2 + 1 + 1 + 1, 1),
+    "phimoe": (1 + 1 + 0 + 1, 0),
+    "qwen3_omni": (2 + 1 + 1 + 1, 0),
     "step3p7": (3 + 2 + 1 + 1, 2),
 }
 # Folder, its architecture, and the scheme to load with.
