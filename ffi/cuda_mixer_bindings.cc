@@ -223,16 +223,17 @@ ffi::Error AddLinearGated(cudaStream_t stream, const Call& operands) {
 
 constexpr Operand kGateHeadsOperands[] = {
     {"x", kActivation, "[rows, n, d]"},
-    {"gates", Like("x"), "[rows, w]"},  // w is n, or 2 n d or more
+    {"gates", Like("x"), "[rows, w]"},  // w is n, n d, or 2 n d or more
     {"y", Like("x"), "[rows, n, d]", kResult},
 };
 
 ffi::Error GateHeads(cudaStream_t stream, const Call& operands) {
   const int64_t rows = operands.size("rows"), n = operands.size("n"), d = operands.size("d");
   const int64_t columns = operands.size("w");
+  const bool apart = columns == n || columns == n * d;  // from the channels of the queries
   NVFP4_RETURN_IF_ERROR(operands.Check(
       {AtMost("rows (x)", rows, kMaxRows), AtMost("n (x)", n, kMaxExtent),
-       AtMost("d (x)", d, kMaxExtent), AtLeast("w (gates)", columns, columns == n ? n : 2 * n * d),
+       AtMost("d (x)", d, kMaxExtent), AtLeast("w (gates)", columns, apart ? columns : 2 * n * d),
        AtMost("rows n (x)", rows * n, kMaxRows)}));
   GateHeadsCall call = {};
   call.starts_next = running_chain.StartsNext();
@@ -241,6 +242,8 @@ ffi::Error GateHeads(cudaStream_t stream, const Call& operands) {
   call.d = static_cast<uint32_t>(d);
   call.gate_columns = columns;
   call.one_gate = columns == n;
+  call.first_gate = static_cast<uint32_t>(apart ? 0 : d);
+  call.gate_step = static_cast<uint32_t>(apart ? (call.one_gate ? 1 : d) : 2 * d);
   call.type = operands.type("x");
   call.x = operands.in<void>("x");
   call.gates = operands.in<void>("gates");

@@ -309,8 +309,9 @@ cudaError_t LaunchAddLinearGated(cudaStream_t stream, const AddLinearGatedCall& 
 struct GateHeadsCall {
   int64_t rows;  // rows * heads is at most kMaxRows
   uint32_t heads, d;
-  int64_t gate_columns;  // of a row of gates
-  bool one_gate;         // for each head; otherwise its d gates follow the channels of its query
+  int64_t gate_columns;            // of a row of gates
+  bool one_gate;                   // for each head; otherwise for each of its channels
+  uint32_t first_gate, gate_step;  // the column of the first head's gates, and from head to head
   DataType type;
   const void* x;             // [rows, heads, d]
   const void* gates;         // [rows, gate_columns]

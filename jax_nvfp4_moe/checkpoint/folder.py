@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
@@ -19,7 +19,7 @@ JSON_BYTES = 100_000_000  # the limit that the safetensors format sets for its h
 # about 3 million marks.
 JSON_MARKS = 5_000_000
 CONFIG = "config.json"
-TEXT_CONFIGS = ("text_config", "llm_config")
+TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config")
 
 
 def expand_home(path: str | pathlib.Path) -> pathlib.Path:
@@ -174,7 +174,8 @@ def merge_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the language model.
 
     The config of a multimodal model holds the language model's config under ``text_config``, or
-    under ``llm_config``. Values of that inner config replace those of the outer one, with two
+    under ``llm_config``. That of Qwen3-Omni holds the config of such a model under
+    ``thinker_config``. Values of an inner config replace those of the outer one, with two
     exceptions:
 
     * ``architectures`` lists the names of both.
@@ -182,19 +183,30 @@ def merge_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     The config of another model is returned unchanged.
     """
-    for key in TEXT_CONFIGS:
-        text = config.get(key)
-        if isinstance(text, dict):
-            break
-    else:
-        return dict(config)
-    merged = {**config, **text}
-    listed = [part.get("architectures") for part in (config, text)]
-    names = [name for part in listed if isinstance(part, list) for name in part]
-    merged["architectures"] = names or config.get("architectures")
-    if config.get("tie_word_embeddings") is not None:
-        merged["tie_word_embeddings"] = config["tie_word_embeddings"]
+    merged = dict(config)
+    for _, inner in nested_configs(config):
+        outer, merged = merged, {**merged, **inner}
+        listed = [part.get("architectures") for part in (outer, inner)]
+        names = [name for part in listed if isinstance(part, list) for name in part]
+        merged["architectures"] = names or outer.get("architectures")
+        if outer.get("tie_word_embeddings") is not None:
+            merged["tie_word_embeddings"] = outer["tie_word_embeddings"]
     return merged
+
+
+def nested_configs(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each config of the language model inside a config, the outermost first.
+
+    Args:
+      config: a parsed ``config.json`` or ``generation_config.json``.
+
+    Yields:
+      The keys that lead to it, with dots between them, and the config.
+    """
+    path: tuple[str, ...] = ()
+    while keys := [key for key in TEXT_CONFIGS if isinstance(config.get(key), dict)]:
+        path, config = (*path, keys[0]), config[keys[0]]
+        yield ".".join(path), config
 
 
 def read_num_layers(config: Mapping[str, Any]) -> int | None:

@@ -16,8 +16,9 @@ PREFIXES = (
     "backbone.",
     CANONICAL,
 )
-# The parts of which the prefix of a file may consist. The last ones are those of wrappers.
-WRAPPERS = ("base_model", "module", "_orig_mod")
+# The parts of which the prefix of a file may consist. The last ones are those of wrappers, of which
+# "thinker" is that of Qwen3-Omni.
+WRAPPERS = ("base_model", "module", "_orig_mod", "thinker")
 PARTS = ("language_model", "backbone", "model", *WRAPPERS)
 # Names that follow the prefix, and the name that all other models use: those of Nemotron-H, and
 # that of DeepSeek-V4's embedding.

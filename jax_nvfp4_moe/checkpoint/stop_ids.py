@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, nested_configs, read_json
 
 GENERATION_CONFIG = "generation_config.json"
 _KEY = "eos_token_id"
@@ -45,10 +45,8 @@ def _stored(folder) -> Iterator[list[int] | str]:
     for name in (GENERATION_CONFIG, CONFIG):
         config = _read(folder, name)
         yield _ids(config.get(_KEY), f"{name}: {_KEY}")
-        for part in TEXT_CONFIGS:
-            inner = config.get(part)
-            if isinstance(inner, dict):
-                yield _ids(inner.get(_KEY), f"{name}: {part}.{_KEY}")
+        for part, inner in nested_configs(config):
+            yield _ids(inner.get(_KEY), f"{name}: {part}.{_KEY}")
 
 
 def _ids(value, place) -> list[int] | str:

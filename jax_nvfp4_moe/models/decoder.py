@@ -15,7 +15,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 from jax_nvfp4_moe.models.draft_head import round_head
 from jax_nvfp4_moe.models.drafter import Drafter
 from jax_nvfp4_moe.models.scores import TokenScores, score_targets
-from jax_nvfp4_moe.nn.building.builder import Builder
+from jax_nvfp4_moe.nn.building.builder import Bias, Builder
 from jax_nvfp4_moe.nn.building.keys import KeyTable
 from jax_nvfp4_moe.nn.building.sharding import say_replicated
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
@@ -24,6 +24,7 @@ from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.nn.packing import find_places, is_unpacked, pack, pack_like, unpack
+from jax_nvfp4_moe.nn.variables import read_bias
 from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.moves import read_rows
@@ -544,8 +545,8 @@ def _score(head, x, *, target):
 
     `head` is a linear, or the embedding variable, whose rows are then the linear's weights.
     """
-    if isinstance(head, DenseLinear) and head.bias is None:
-        return dense(x, head.weight.get_value(), target=target)
+    if isinstance(head, DenseLinear):
+        return dense(x, head.weight.get_value(), bias=read_bias(head), target=target)
     if isinstance(head, FP8Linear):
         return head.in_float32(x)
     if isinstance(head, nnx.Module):
@@ -724,6 +725,8 @@ def build_around(
     tied: bool,
     centered: bool = False,
     decoder: Callable[..., Decoder] = Decoder,
+    norm: Any = None,
+    head_bias: Bias = False,
 ) -> Decoder:
     """Make a model of layers that a function builds: add the embedding, the last norm and the head.
 
@@ -738,13 +741,16 @@ def build_around(
         stored head decides; see `build_head`.
       centered: whether the last norm in the file stores ``weight - 1``.
       decoder: makes the model from its parts: `Decoder` or a class derived from it.
+      norm: the last norm. None, the default, makes an RMS norm.
+      head_bias: whether the head has a bias; see `builder.Bias`.
     """
     settings, h = make.settings, config.hidden
     vocabulary, rows, expert_mesh = divide_vocabulary(config, make)
     embedding = vocabulary.variable("embedding", (rows, h))
     layers = [build_layer(layer) for layer in range(config.num_layers)]
-    norm = make.norm("norm", h, config.eps, centered=centered)
-    head = build_head(vocabulary, rows, h, tied)
+    if norm is None:
+        norm = make.norm("norm", h, config.eps, centered=centered)
+    head = build_head(vocabulary, rows, h, tied, head_bias)
     model = decoder(
         config, embedding, layers, norm, head, dtype=settings.dtype, expert_mesh=expert_mesh
     )
@@ -776,7 +782,7 @@ def divide_vocabulary(config: Any, make: Builder) -> tuple[Builder, int, ExpertM
     return divided, rows // settings.shards, settings.expert_mesh
 
 
-def build_head(make: Builder, rows: int, hidden: int, tied: bool) -> Any:
+def build_head(make: Builder, rows: int, hidden: int, tied: bool, bias: Bias = False) -> Any:
     """Make the output head, or return None if the embedding's weights make the logits.
 
     What the file holds decides. A stored head is used, unless the configuration ties it and the
@@ -789,6 +795,7 @@ def build_head(make: Builder, rows: int, hidden: int, tied: bool) -> Any:
       rows: the number of token ids of one shard.
       hidden: the size of the residual stream.
       tied: whether the configuration says that the head shares the weights of the embedding.
+      bias: whether the head has a bias; see `builder.Bias`.
 
     Source: transformers 5 (`tie_weights`), and pull request 51665 of vLLM.
     """
@@ -807,4 +814,4 @@ def build_head(make: Builder, rows: int, hidden: int, tied: bool) -> Any:
             "tie_word_embeddings is true in the configuration, but the file stores "
             f"{make.stored('head')}, which differs from the embedding; the stored head is used"
         )
-    return make.linear("head", rows, hidden)
+    return make.linear("head", rows, hidden, bias)

@@ -27,15 +27,31 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
-    fields = Fields(config)
+    return read_text(Fields(config), config, theta=_THETA)
+
+
+def read_text(
+    fields: Fields, config: Mapping[str, Any], *, theta: float, renormalize: bool = True
+) -> SparseConfig:
+    """Read the sizes that Qwen3-VL-MoE and Qwen3-Omni store under the same names.
+
+    Args:
+      fields: the fields of `config`.
+      config: a parsed ``config.json``, its ``text_config`` at the top level.
+      theta: the default of ``rope_theta``.
+      renormalize: whether the weights of the chosen experts are divided by their sum.
+
+    Raises:
+      CheckpointError: as for `read_config`.
+    """
     bias = fields.flag("attention_bias", False)
     attention = read_grouped_query(
-        fields, config, eps=_EPS, theta=_THETA, bias=bias, out_bias=bias, normalize="heads"
+        fields, config, eps=_EPS, theta=theta, bias=bias, out_bias=bias, normalize="heads"
     )
     return read_sparse(
         fields,
         attention,
-        Router(read_top_k(fields, *_EXPERTS)),
+        Router(read_top_k(fields, *_EXPERTS), renormalize=renormalize),
         eps=_EPS,
         experts=_EXPERTS,
         intermediate="moe_intermediate_size",

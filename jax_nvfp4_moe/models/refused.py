@@ -4,14 +4,12 @@ from collections.abc import Mapping
 
 _IDENTITY = "some of its experts return their input, and no kernel here has such experts"
 _LIGHTNING = "its linear attention has one fixed decay for each head, which no module here has"
-_AUDIO = "its language model is part of a speech model, whose files this package does not read"
 _VISION_EXPERTS = "its layers have further experts for images, which no module here has"
 
 # A name in ``architectures`` of ``config.json`` -> the reason.
 REFUSED_FAMILIES: Mapping[str, str] = {
     "LongcatFlashForCausalLM": _IDENTITY,
     "MiniMaxForCausalLM": _LIGHTNING,
-    "Qwen3OmniMoeForConditionalGeneration": _AUDIO,
     "Ernie4_5_VLMoeForConditionalGeneration": _VISION_EXPERTS,
     "Ernie4_5_VL_MoeForConditionalGeneration": _VISION_EXPERTS,
 }

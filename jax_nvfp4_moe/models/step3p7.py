@@ -239,12 +239,18 @@ class HeadGatedAttention(Attention):
     """Grouped-query attention in which each query head has a gate for its output.
 
     ``y = out(sigmoid(gate(x)) * attention(x))``, with one gate for all channels of a head.
+
+    Attributes:
+      by_channel: static; whether each channel of a head has a gate of its own instead.
     """
+
+    by_channel = False
 
     def __init__(self, config: GQAConfig, make: Builder, path: str):
         """Build the layer at `path`; the sizes in `config` are those of one shard."""
         super().__init__(config, make, path)
-        self.gate = make.linear(f"{path}.gate", config.num_heads, config.hidden)
+        gates = config.num_heads * (config.head_dim if self.by_channel else 1)
+        self.gate = make.linear(f"{path}.gate", gates, config.hidden)
 
     def mix(self, x, positions, entries):
         """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""

@@ -1,4 +1,4 @@
-"""RMSNorm, and the residual stream that it adds to and normalizes."""
+"""RMSNorm and LayerNorm, and the residual stream that they add to and normalize."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
-from jax_nvfp4_moe.numerics.norms import normalize
+from jax_nvfp4_moe.numerics.norms import layer_normalize, normalize
 from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.scheme import Target
 
@@ -73,3 +73,49 @@ class RMSNorm(nnx.Module):
         """Return the sum of the residual stream, and the normalized sum, ``[b, t, h]`` each."""
         weight = self.weight.get_value()
         return add_rms_norm(stream.x, stream.added, weight, eps=self.eps, target=self.target)
+
+
+class LayerNorm(nnx.Module):
+    """Normalize by mean and variance: ``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias``.
+
+    The computation is in float32 and rounded once.
+
+    Attributes:
+      weight: `nnx.Param` ``[h]``.
+      bias: `nnx.Param` ``[h]``.
+      eps: static float, added to the variance.
+      target: device that the logits of a model with this norm are lowered for, static; None for the
+        current device.
+
+    Source: Ba et al., "Layer Normalization", arXiv:1607.06450.
+    """
+
+    def __init__(
+        self,
+        weight: Float[Array, " h"],
+        bias: Float[Array, " h"],
+        eps: float,
+        target: Target | None = None,
+    ):
+        """Make a norm.
+
+        Args:
+          weight: ``[h]``.
+          bias: ``[h]``.
+          eps: added to the variance.
+          target: device that the model is lowered for. None (default) for the current device.
+        """
+        self.weight, self.bias = nnx.Param(weight), nnx.Param(bias)
+        self.eps, self.target = eps, target
+
+    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
+        """Normalize `x` over its last axis, in its dtype."""
+        return layer_normalize(x, self.weight.get_value(), self.bias.get_value(), self.eps)
+
+    def normalize_sum(
+        self, stream: Residual
+    ) -> tuple[Float[Array, "b t h"], Float[Array, "b t h"]]:
+        """Return the sum of the residual stream, and the normalized sum, ``[b, t, h]`` each."""
+        x = stream.x if stream.added is None else stream.x + stream.added
+        weight, bias = self.weight.get_value(), self.bias.get_value()
+        return x, layer_normalize(x, weight, bias, self.eps)

@@ -9,6 +9,7 @@
 | DeepSeek-V4 | ``Router(top_k, score="sqrt_softplus")`` |
 | LFM2-MoE | ``Router(top_k, score="sigmoid", epsilon=1e-6)`` |
 | Llama-4 (top-1, sigmoid, weight on input) | ``Router(1, score="sigmoid", select="logits", ...)`` |
+| Phi-3.5-MoE (softmax over logits near each chosen one) | ``Router(2, select="near", ...)`` |
 
 A correction bias changes which experts are chosen, but not their weights. If the router's linear
 layer has a bias, as in gpt-oss, the caller adds it to the logits.
@@ -29,7 +30,7 @@ _SCORES = {
     "sigmoid": jax.nn.sigmoid,
     "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
 }
-_SELECT = ("scores", "logits")
+_SELECT = ("scores", "logits", "near")
 # DeepSeek divides by (sum + 1e-20). Without this term, a token whose scores all underflow to 0
 # would get NaN weights.
 TINY = 1e-20
@@ -41,15 +42,19 @@ class Router:
 
     With ``s = score(logits)`` and ``select="scores"``, `route` computes ``ids = top_k(s + bias)``
     and ``weights = scaling * s[ids] / sum(s[ids])``. With ``select="logits"`` it computes
-    ``ids = top_k(logits)`` and ``weights = scaling * score(logits[ids])``.
+    ``ids = top_k(logits)`` and ``weights = scaling * score(logits[ids])``. With ``select="near"``
+    it computes ``ids = top_k(logits)``, and the weight of each id is a softmax of its own. The
+    softmax of the id with logit m takes m and those later logits l of which ``(m - l) / max(abs(l),
+    m) <= distance``. Later means that the logit is not among those of the ids before.
 
     Attributes:
       top_k: number of experts per token, at least 1.
       score: "softmax" (default), "sigmoid" or "sqrt_softplus".
       renormalize: whether the weights of the chosen experts are divided by their sum; True by
-        default. Not used with ``select="logits"``.
+        default. Used with ``select="scores"`` only.
       select: "scores" (default) chooses by score plus correction bias and scores all experts.
-        "logits" chooses by logit and scores only the chosen experts.
+        "logits" chooses by logit and scores only the chosen experts. "near" chooses by logit and
+        weighs each chosen expert against those with almost the same logit (sparsemixer).
       num_groups: number of equal groups into which the experts are divided; 1 by default.
       groups_kept: number of groups whose experts may be chosen; 1 by default. The groups with the
         largest sum of their two best biased scores are kept.
@@ -57,6 +62,8 @@ class Router:
       weight_on_input: whether the weight multiplies the expert's input instead of its output; False
         by default.
       epsilon: number that is added to the sum by which the weights are divided; 1e-20 by default.
+      distance: largest relative distance of two logits that ``select="near"`` calls near; 0.02 by
+        default (twice router_jitter_noise).
 
     Raises:
       ValueError: if a field is out of range; the message names the field.
@@ -83,6 +90,7 @@ class Router:
     scaling: float = 1.0
     weight_on_input: bool = False
     epsilon: float = TINY
+    distance: float = 0.02
 
     def __post_init__(self):
         """Check each field against its range."""
@@ -147,10 +155,30 @@ def weigh(
     """
     if router.select == "logits":
         return _SCORES[router.score](jnp.take_along_axis(logits, ids, axis=-1)) * router.scaling
+    if router.select == "near":
+        return _weigh_near(router, logits, ids) * router.scaling
     weights = jnp.take_along_axis(_SCORES[router.score](logits), ids, axis=-1)
     if router.renormalize:
         weights = normalize_weights(router, weights)
     return weights * router.scaling
+
+
+def _weigh_near(router, logits, ids):
+    """Return the weight of each id: its softmax over the logits that are near and not yet chosen.
+
+    Source: `sparsemixer` in `modeling_phimoe` of transformers; arXiv:2409.12136.
+    """
+    experts = jnp.arange(logits.shape[-1], dtype=ids.dtype)[None, :]
+    left = jnp.ones(logits.shape, jnp.bool_)
+    weights = []
+    for chosen in jnp.split(ids, ids.shape[-1], axis=-1):
+        largest = jnp.take_along_axis(logits, chosen, axis=-1)
+        far = (largest - logits) / jnp.maximum(jnp.abs(logits), largest) > router.distance
+        # Logits of earlier ids may be so much larger that their exponential is infinite.
+        terms = jnp.exp(jnp.where(left & ~far, logits - largest, -jnp.inf))
+        weights.append(1 / jnp.sum(terms, axis=-1, keepdims=True))
+        left &= experts != chosen
+    return jnp.concatenate(weights, axis=-1)
 
 
 def normalize_weights(router: Router, weights: Float[Array, "t top_k"]) -> Float[Array, "t top_k"]:
@@ -171,7 +199,7 @@ def narrow_ids(expert_ids: Int[Array, "..."]) -> Int32[Array, "..."]:
 
 def _choose(router, logits, bias):
     """Return the ids of the best `top_k` experts for float32 logits."""
-    if router.select == "logits":
+    if router.select != "scores":
         return lax.top_k(logits, router.top_k)[1]
     scores = _SCORES[router.score](logits)
     choice = scores if bias is None else scores + bias.astype(jnp.float32)[None, :]

@@ -169,9 +169,10 @@ def gate_heads(
 
     Args:
       x: results of n heads ``[..., n, d]``, bfloat16, float16 or float32.
-      gates: one gate for each head, ``[..., n]``. Or the projected tokens ``[..., w]`` that
-        `prepare_heads` takes with ``gated=True``: in the first ``2 n d`` columns, the d channels of
-        each query head are followed by d gates. The dtype is that of `x`.
+      gates: one gate for each head, ``[..., n]``, or for each channel of each head, ``[..., n *
+        d]``. Or the projected tokens ``[..., w]`` that `prepare_heads` takes with ``gated=True``:
+        in the first ``2 n d`` columns, the d channels of each query head are followed by d gates.
+        The dtype is that of `x`.
       target, backend: where the op runs, and which kernel runs it.
 
     Returns:
@@ -193,10 +194,11 @@ def gate_heads(
         raise ValueError(f"x: expected [..., n, d], got {x.shape}")
     *lead, n, d = x.shape
     width = gates.shape[-1] if gates.ndim else 0
-    fits = gates.shape[:-1] == tuple(lead) and (width == n or width >= 2 * n * d)
+    fits = gates.shape[:-1] == tuple(lead) and (width in (n, n * d) or width >= 2 * n * d)
     if not fits or gates.dtype != x.dtype:
         raise ValueError(
             f"gates: expected {x.dtype.name} {(*lead, n)}, or a last axis of at least {2 * n * d}, "
+            f"or of {n * d}, "
             f"because x is {x.dtype.name} {x.shape}; got {gates.dtype.name} {gates.shape}"
         )
     rows = "... _ _, ... _ -> ... _ _"
@@ -259,7 +261,11 @@ def add_linear_gated_meaning(x, gate_input, gate_weight, z):
 def gate_heads_meaning(x, gates):
     """Multiply heads by their gates; `ops.gate_heads` describes the result."""
     n, d = x.shape[-2:]
-    gate = gates[..., None] if gates.shape[-1] == n else split_gates(gates, n, d)[1]
+    *lead, width = gates.shape
+    if width in (n, n * d):
+        gate = gates.reshape(*lead, n, 1 if width == n else d)
+    else:
+        gate = split_gates(gates, n, d)[1]
     return (x.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
 
 

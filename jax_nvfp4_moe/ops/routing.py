@@ -95,6 +95,9 @@ def _choose(lower, router, logits, bias):
     def run(router):
         return by_rows(functools.partial(lower, router), "t, - -> t, t")(logits, bias)
 
+    if router.select == "near":  # the kernels do not know these weights
+        ids, _ = run(dataclasses.replace(router, select="logits", scaling=1.0))
+        return ids, weigh(router, logits, ids)
     if router.epsilon == TINY or not router.renormalize or router.select == "logits":
         return run(router)
     # The kernels know one epsilon. For another they choose the experts, and the weights are

@@ -30,7 +30,8 @@ NEVER = (
     "*router*",
 )
 # Linears that read the same input as q_proj, where there is one: of latent attention without a
-# latent for queries, the gates, decays and rates of Kimi delta attention, and MiniMax-M3's indexer.
+# latent for queries, the gates, decays and rates of Kimi delta attention, the gates of AFMoE, and
+# MiniMax-M3's indexer.
 _BESIDE_QUERIES = (
     "kv_a_proj_with_mqa",
     "g_proj",
@@ -38,6 +39,7 @@ _BESIDE_QUERIES = (
     "f_proj",
     "f_a_proj",
     "b_proj",
+    "gate_proj",
     "index_q_proj",
     "index_k_proj",
 )
@@ -208,13 +210,14 @@ def _group(prefix, requests) -> str:
     parent, _, leaf = prefix.rpartition(".")
     if leaf == "w3":  # the up projection of LFM2, whose gate projection is w1
         return f"{parent}.w1"
+    direct = f"{parent.removesuffix('.forget_gate')}.q_proj"
+    if leaf in _BESIDE_QUERIES and direct in requests.linears:
+        return fused_name(direct)
     if found := _INSIDE.fullmatch(parent):
         return fused_name(f"{found[1]}.{_OF_INSIDE[leaf]}")
     if parent.endswith("attn") and leaf in _LATENTS_OF_V4:
         return fused_name(f"{parent}.{_LATENTS_OF_V4[leaf]}")
-    direct = f"{parent.removesuffix('.forget_gate')}.q_proj"
-    beside = leaf in _BESIDE_QUERIES and direct in requests.linears
-    return fused_name(direct if beside else prefix)
+    return fused_name(prefix)
 
 
 def _experts(checkpoint, prefix, sizes) -> Iterator[Matrix]:

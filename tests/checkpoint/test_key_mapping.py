@@ -36,6 +36,7 @@ LAYER = "layers.0.mlp.gate.weight"
         ("base_model.model.model.", "base_model.model.lm_head."),
         ("module.model.", "module.lm_head."),
         ("_orig_mod.model.", "_orig_mod.lm_head."),
+        ("thinker.model.", "thinker.lm_head."),
     ],
 )
 def test_a_prefix_is_found_from_the_names(prefix, head):
@@ -179,7 +180,7 @@ MODULES = (
 )
 
 
-@pytest.mark.parametrize("prefix", ["thinker.model.", "transformer.", "x.y.", "model.decoder."])
+@pytest.mark.parametrize("prefix", ["talker.model.", "transformer.", "x.y.", "model.decoder."])
 def test_an_unknown_prefix_is_one_sentence(tmp_path, prefix):
     """Without it, every tensor of the model would be reported as missing."""
 

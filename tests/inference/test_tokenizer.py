@@ -170,7 +170,7 @@ def test_stop_ids_are_those_of_all_files(folder):
     (folder / "config.json").write_text(json.dumps(config))
     assert load_tokenizer(folder).stop_ids == (9, 7, 5, 4, 0)
     (folder / "generation_config.json").unlink()
-    config = {"llm_config": {"eos_token_id": 6}, "eos_token_id": None}
+    config = {"thinker_config": {"text_config": {"eos_token_id": 6}}, "eos_token_id": None}
     (folder / "config.json").write_text(json.dumps(config))
     assert load_tokenizer(folder).stop_ids == (6, 0)
 

@@ -48,10 +48,22 @@ ROUTER_FAULTS = [
     ("minimax_m3-modelopt-w4a16", {"routed_scaling_factor": 2.01}),
     ("step3p7-modelopt-w4a16", {"moe_router_scaling_factor": 3.01}),
     ("deepseek_v4-modelopt-w4a16", {"scoring_func": "sigmoid"}),
+    ("afmoe-modelopt-w4a16", {"route_scale": 2.81}),
+    ("hy_v3-modelopt-w4a16", {"router_scaling_factor": None}),
+    ("solar_open-modelopt-w4a16", {"norm_topk_prob": True}),
+    ("solar_open-modelopt-w4a16", {"topk_group": 4}),
+    ("dots1-modelopt-w4a16", {"norm_topk_prob": False}),
+    ("dots1-modelopt-w4a16", {"topk_group": 4}),
+    ("glm4v_moe-modelopt-w4a16", {"routed_scaling_factor": 1.51}),
+    ("phimoe-modelopt-w4a16", {"router_jitter_noise": None}),
+    ("qwen3_omni_moe-modelopt-w4a16", {"norm_topk_prob": True}),
     ("deepseekv3-modelopt-w4a4", {"norm_topk_prob": False}),
     ("qwen3_moe-modelopt-mixed-w4a16-kv8", {"norm_topk_prob": False}),
     ("qwen3_moe-modelopt-w4a4-faults", {"norm_topk_prob": False}),
     ("qwen3moe-ct-w4a4", {"norm_topk_prob": False}),
+]
+LONGROPE = json.loads((CHECKPOINTS / "phimoe-modelopt-w4a16/config.json").read_text())[
+    "rope_parameters"
 ]
 FAULTS = [
     ("mixtral-window-modelopt-w4a16", {"sliding_window": 7}),
@@ -169,6 +181,32 @@ FAULTS = [
     ("step3p7-modelopt-w4a16", {"swiglu_limits_shared": [0.3, 0.0, 0.0]}),
     ("step3p7-modelopt-w4a16", {"swiglu_limits_shared": [0.0, 0.0, 0.7]}),
     ("step3p7-modelopt-w4a16", {"query_pre_attn_scalar": 17}),
+    ("afmoe-modelopt-w4a16", {"sliding_window": 7}),
+    ("afmoe-modelopt-w4a16", {"mup_enabled": False}),
+    ("afmoe-modelopt-w4a16", {"layer_types": ["sliding_attention"] * 2}),
+    ("afmoe-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    ("hy_v3-modelopt-w4a16", {"rope_parameters": None}),
+    ("hy_v3-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    (
+        "solar_open-modelopt-w4a16",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    ("dots1-modelopt-w4a16", {"sliding_window": 7}),
+    ("dots1-modelopt-w4a16", {"max_window_layers": 2, "layer_types": None}),
+    (
+        "glm4v_moe-modelopt-w4a16",
+        {"rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 0.75}},
+    ),
+    ("glm4v_moe-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    ("phimoe-modelopt-w4a16", {"sliding_window": 7}),
+    ("phimoe-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    ("phimoe-modelopt-w4a16", {"rope_parameters": LONGROPE | {"short_mscale": 1.21}}),
+    (
+        "phimoe-modelopt-w4a16",
+        {"rope_parameters": LONGROPE | {"short_factor": LONGROPE["long_factor"]}},
+    ),
+    ("qwen3_omni_moe-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    ("qwen3_omni_moe-modelopt-w4a16", {"rope_parameters": None}),
     ("deepseek_v4-modelopt-w4a16", {"sliding_window": 4}),
     ("deepseek_v4-modelopt-w4a16", {"hc_sinkhorn_iters": 1}),
     # In these folders, activations are rounded to FP4 or to FP8.

@@ -13,7 +13,13 @@ from support.files.checkpoint_edits import edited, read_all
 from support.files.deepseek_v4_files import publish_names
 from support.files.given import CHECKPOINTS, reference_tensors
 from support.files.published_step import NOT_PUBLISHED, PUBLISHED
-from support.files.unquantized import ROUNDABLE, dense_tensors, read_config, write_source
+from support.files.unquantized import (
+    ROUNDABLE,
+    dense_tensors,
+    dequantized,
+    read_config,
+    write_source,
+)
 from support.models.architecture import EXACT, logit_error, run
 
 from jax_nvfp4_moe import CheckpointError, load_model, quantize_model
@@ -148,9 +154,28 @@ def keep_in_memory(tensors):
         tensors[new] = tensors.pop(name)
 
 
+def keep_hy3_in_memory(tensors):
+    """Rename tensors of Hy3 as transformers 5 does in memory."""
+    for name in list(tensors):
+        new = name.replace("mlp.router.gate.", "mlp.gate.").replace("shared_mlp", "shared_experts")
+        new = new.replace("mlp.expert_bias", "mlp.e_score_correction_bias")
+        tensors[new] = tensors.pop(name)
+
+
+def keep_phimoe_in_memory(tensors):
+    """Rename tensors of Phi-3.5-MoE as transformers 5 does in memory."""
+    for name in list(tensors):
+        new = name.replace("block_sparse_moe.gate.", "mlp.router.").replace(
+            "block_sparse_moe", "mlp"
+        )
+        tensors[new] = tensors.pop(name)
+
+
 @pytest.mark.parametrize(
     ("name", "rename"),
     [
+        ("hy_v3", keep_hy3_in_memory),
+        ("phimoe", keep_phimoe_in_memory),
         ("kimi_linear", publish_kimi),
         ("bailing_hybrid", publish_ling),
         ("gemma4", nest_experts),
@@ -201,6 +226,56 @@ def test_nemotron_in_a_multimodal_file(name, tmp_path):
     assert found.keys() == expected.keys()
     for path, array in expected.items():
         np.testing.assert_array_equal(found[path], array)
+
+
+def test_the_thinker_in_a_file_of_qwen3_omni(tmp_path):
+    """Such a file holds a talker too, whose layers have names like those of the thinker."""
+
+    def nest(tensors):
+        for key in list(tensors):
+            new = key.replace("model.language_model.", "model.")
+            for tower in ("visual", "audio_tower"):
+                new = new.replace(f"model.{tower}", tower)
+            tensors[f"thinker.{new}"] = tensors.pop(key)
+        for key in ("model.layers.0.self_attn.q_proj", "codec_head", "text_projection.linear_fc1"):
+            tensors[f"talker.{key}.weight"] = np.ones((8, 8), np.float32)
+        tensors["code2wav.pre_transformer.layers.0.mlp.up_proj.weight"] = np.ones((8, 8))
+
+    folder = edited(tmp_path, given("qwen3_omni_moe").name, nest)
+    thinker = json.loads((folder / "config.json").read_text())
+    quantization = thinker.pop("quantization_config")
+    quantization["ignore"] = [
+        "thinker." + name.replace("model.language_model.", "model.").replace("model.v", "v")
+        for name in quantization["ignore"]
+    ]
+    del thinker["architectures"]
+    outer = {
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": thinker,
+        "talker_config": {"text_config": {"hidden_size": 8, "num_hidden_layers": 1}},
+        "code2wav_config": {},
+        "quantization_config": quantization,
+    }
+    (folder / "config.json").write_text(json.dumps(outer))
+    found, expected = arrays_of(folder), arrays_of(given("qwen3_omni_moe"))
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array)
+
+
+def test_the_thinker_alone_is_quantized(tmp_path):
+    """The language model has the bytes of the tool, which quantizes the audio tower too."""
+    source = dequantized(given("qwen3_omni_moe").name, tmp_path / "source", ROUNDABLE)
+    quantize_model(source, tmp_path / "q")
+    ours, theirs = read_all(tmp_path / "q"), read_all(given("qwen3_omni_moe"))
+    quantized = [key for key in theirs if ".audio_tower." not in key and "visual" not in key]
+    assert [key for key in ours if ".audio_tower." in key and key.endswith("_scale")] == []
+    for key in quantized:
+        if key.endswith("weight_scale_2"):  # the source rounded 2688 * scale
+            np.testing.assert_array_max_ulp(ours[key], theirs[key], 1)
+        else:
+            assert ours[key].tobytes() == theirs[key].tobytes()
 
 
 def test_minimax_m3_as_published(tmp_path):
@@ -332,16 +407,20 @@ COUNT = ("num_experts", "num_local_experts")
 ROUTED = ("n_routed_experts", "num_local_experts")
 # The names that a size has in files of a family, of published models and of transformers.
 NAMES = {
+    "afmoe": (COUNT,),
     "deepseek_v3-direct": (ROUTED,),
     "deepseek_v32": (ROUTED,),
     "deepseek_v4": (ROUTED,),
+    "dots1": (ROUTED,),
     "ernie4_5_moe": (("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")),
     "exaone_moe": ((*COUNT, "n_routed_experts"),),
     "glm4_moe-groups": ((*COUNT, "n_routed_experts"),),
+    "glm4v_moe": ((*COUNT, "n_routed_experts"),),
     "glm_moe_dsa": (ROUTED,),
     "gpt_oss": (COUNT, ("num_experts_per_tok", "experts_per_token")),
     "granitemoe": (COUNT,),
     "hunyuan_v1_moe": (COUNT, ("moe_topk", "num_experts_per_tok")),
+    "hy_v3": (COUNT,),
     "kimi_linear": (
         (*COUNT, "n_routed_experts"),
         ("num_experts_per_token", "num_experts_per_tok"),
@@ -362,9 +441,12 @@ NAMES = {
         ("conv_kernel", "mamba_d_conv"),
     ),
     "olmoe-bias": (COUNT,),
+    "phimoe": (COUNT,),
     "qwen2_moe": (COUNT,),
+    "qwen3_omni_moe": (COUNT,),
     "qwen3_vl_moe": (COUNT,),
     "qwen3moe": (COUNT,),
+    "solar_open": (ROUTED,),
     "step3p7": (("n_routed_experts", "moe_num_experts", "num_local_experts"),),
 }
 
@@ -390,6 +472,24 @@ def test_a_size_has_its_value_under_each_name(name):
         assert others == [first] * len(others), names
         with contextlib.suppress(CheckpointError):  # there is no default
             assert read(name, **nothing) != first, names
+
+
+def test_phimoe_has_the_positions_and_frequencies_of_short_texts():
+    """Published files have the fields of the embedding under their older names."""
+    phi = read("phimoe")
+    assert phi.max_positions == 32
+    config = read_config(given("phimoe"))
+    rope = dict(config["rope_parameters"])
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    older = {"rope_parameters": None, "rope_theta": theta, "rope_scaling": rope | {"type": kind}}
+    assert read("phimoe", **older) == phi
+    del rope["original_max_position_embeddings"]  # which stands beside it, too
+    assert read("phimoe", **older | {"rope_scaling": rope | {"type": kind}}) == phi
+    plain = read("phimoe", rope_parameters={"rope_theta": theta}, max_position_embeddings=128)
+    assert plain.max_positions == 128
+    factors = np.divide(plain.attention.rope.frequencies, phi.attention.rope.frequencies)
+    np.testing.assert_allclose(factors, rope["short_factor"], rtol=1e-6)
+    assert (plain.attention.rope.scale, phi.attention.rope.scale) == (1.0, 1.2)
 
 
 def test_published_names_of_step():
@@ -429,6 +529,22 @@ def test_layers_are_as_transformers_derives_them():
     plain["num_hidden_layers"] = 5
     other = read("exaone_moe", **plain, sliding_window_pattern="LLG")
     assert [one.window for one in other.attention] == [6, 6, None, 6, None]
+    afmoe = read("afmoe", layer_types=None, num_hidden_layers=8, num_dense_layers=None)
+    assert [one.window for one in afmoe.attention] == [6, 6, 6, None] * 2
+    assert [one.rope is None for one in afmoe.attention] == [False, False, False, True] * 2
+    assert afmoe.dense_layers == {0}
+    other = read("afmoe", layer_types=None, global_attn_every_n_layers=1)
+    assert [one.window for one in other.attention] == [None, None]
+    assert read("hy_v3", mlp_layer_types=None).dense_layers == {0}
+    assert read("hy_v3", mlp_layer_types=None, first_k_dense_replace=2).dense_layers == {0, 1}
+    dots = read("dots1", layer_types=None, num_hidden_layers=3)
+    assert [one.window for one in dots.attention] == [None, 6, 6]
+    config = json.loads((given("dots1") / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="sliding_window: null, but layer_types has"):
+        find_architecture(config).read_config(config | {"sliding_window": None})
+    config |= {"layer_types": None, "sliding_window": None}
+    dots = find_architecture(config).read_config(config)
+    assert [one.window for one in dots.attention] == [None, None]
     # The last layer has no window, whatever the file says.
     plain = {"layer_types": None, "per_layer_config": None, "num_hidden_layers": 8}
     gemma = read("gemma4", **plain, rope_parameters=None)
@@ -574,6 +690,45 @@ def test_layers_are_as_transformers_derives_them():
             "compress_ratios: expected a list of 3 values from 0, 4, 128",
         ),
         ("lfm2_moe", {"layer_types": None}, "layer_types: missing"),
+        ("afmoe", {"score_func": "softmax"}, "score_func: 'softmax' is not supported"),
+        ("afmoe", {"route_norm": False}, "route_norm: False is not supported"),
+        ("afmoe", {"n_group": 2}, "n_group: 2 is not supported"),
+        ("afmoe", {"num_limited_groups": 2}, "num_limited_groups: 2 is not supported"),
+        ("afmoe", {"num_experts_per_tok": 5}, "num_experts_per_tok: expected at most 4 experts"),
+        ("afmoe", {"layer_types": ["full_attention"]}, "layer_types: expected a list of 2 values"),
+        ("hy_v3", {"qk_norm": False}, "qk_norm: False is not supported"),
+        ("hy_v3", {"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid: False is not supp"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias: True is not supported"),
+        ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected a list of 2 values"),
+        ("solar_open", {"use_qk_norm": True}, "use_qk_norm: True is not supported"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace: 1 is not supported"),
+        ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
+        ("dots1", {"n_shared_experts": None}, "n_shared_experts: missing"),
+        ("glm4v_moe", {"topk_group": 5}, "cannot be chosen from 5 of 4 groups"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: 3 is not supported"),
+        ("phimoe", {"num_local_experts": 1}, "num_local_experts: expected 2 or more, got 1"),
+        ("phimoe", {"router_jitter_noise": -0.1}, "router_jitter_noise: expected 0 or more"),
+        ("phimoe", {"rope_parameters": {"rope_type": "longrope"}}, "short_mscale: expected a fin"),
+        (
+            "phimoe",
+            {"rope_parameters": {"rope_type": "longrope", "short_mscale": 1.0}},
+            "short_factor: expected 8 positive numbers, one for each pair of channels; got None",
+        ),
+        (
+            "phimoe",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_mscale": 1.0,
+                    "short_factor": [1.0] * 7 + [0],
+                }
+            },
+            "short_factor: expected 8 positive numbers",
+        ),
+        ("phimoe", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type: 'dynamic' is not"),
+        ("qwen3_omni_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most 6"),
+        ("glm4v_moe", {"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: False is not supported"),
         ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound: expected a negative"),
     ],

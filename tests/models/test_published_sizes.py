@@ -1,6 +1,10 @@
 """Test families at the sizes that their configuration classes document.
 
-``published_configurations.json`` holds the defaults of each class of transformers 5.23.0. The
+``published_configurations.json`` holds the defaults of each class of transformers 5.23.0 or 5.24.0.
+The defaults of dots.llm1 have no numbers of experts, and those of GLM-4.5V no width of heads: their
+entries have the values of rednote-hilab/dots.llm1.inst and of zai-org/GLM-4.5V for these. Those of
+Qwen3-Omni have 28 heads, which do not divide its width: its entry has the widths of
+Qwen/Qwen3-Omni-30B-A3B-Instruct. The
 defaults of Gemma 4 have no experts: its entry holds the values of google/gemma-4-26B-A4B-it. Those
 of Step-3.7 have no windows and no limits: its entry holds the values of stepfun-ai/Step-3.7-Flash,
 as transformers writes them. Those of Nemotron-H have widths that 16 does not divide: its entry has
@@ -82,6 +86,11 @@ OTHER_DEFAULTS = {
     "step3p7": {"layer_types", "moe_router_scaling_factor", "num_sliding_attention_heads"}
     | {"rope_parameters", "swiglu_limits", "swiglu_limits_shared"},
     "nemotron_h": {"mamba_num_heads", "num_key_value_heads", "routed_scaling_factor"},
+    "hy_v3": {"num_key_value_heads"},
+    "solar_open": {"num_key_value_heads"},
+    "glm4v_moe": {"num_key_value_heads"},
+    "phimoe": {"num_key_value_heads"},
+    "qwen3_omni_moe": {"head_dim", "num_key_value_heads"},
 }
 
 

@@ -19,17 +19,23 @@ from jax_nvfp4_moe.nn.building.settings import Settings
 # sinks or neither, gated delta nets, biases of routers and of linears, which are NVFP4 or bfloat16,
 # and shared experts.
 ONE_CALL = (
+    "afmoe-modelopt-w4a16",
+    "dots1-modelopt-w4a16",
     "exaone_moe-modelopt-w4a16",
     "glm4_moe-groups-modelopt-w4a16",
+    "glm4v_moe-modelopt-w4a16",
     "gpt_oss-modelopt-w4a16",
     "gpt_oss-mxfp4",
     "hunyuan_v1_moe-modelopt-w4a16",
+    "hy_v3-modelopt-w4a16",
     "mixtral-window-modelopt-w4a16",
     "qwen2_moe-modelopt-w4a16",
     "qwen3_5_moe-modelopt-w4a16",
+    "qwen3_omni_moe-modelopt-w4a16",
     "qwen3_next-modelopt-w4a16",
     "qwen3_next-options-modelopt-w4a16",
     "qwen3moe-modelopt-w4a16",
+    "solar_open-modelopt-w4a16",
     "step3p7-modelopt-w4a16",
 )
 # Models of which a whole step is one call -> how many of their layers have shared experts.

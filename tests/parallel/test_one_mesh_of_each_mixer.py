@@ -15,7 +15,7 @@ from support.files.checkpoint_edits import edited
 from support.files.unquantized import dequantized
 
 from jax_nvfp4_moe import load_model, load_moe
-from jax_nvfp4_moe.models import deepseek_v3, kimi_linear, minimax_m3, qwen3_moe, step3p7
+from jax_nvfp4_moe.models import afmoe, deepseek_v3, kimi_linear, minimax_m3, qwen3_moe, step3p7
 from jax_nvfp4_moe.parallel import ExpertMesh
 
 pytestmark = pytest.mark.eight_devices
@@ -47,6 +47,7 @@ KIMI = types.SimpleNamespace(
 # The folder, its architecture, and the layer of a mixer that four devices share. If there are two
 # key heads, pairs of devices hold the same one.
 MIXERS = {
+    "a gate for each channel": ("afmoe-modelopt-w4a16", afmoe, 1),
     "a gate for each head": ("step3p7-modelopt-w4a16", step3p7, 1),
     "queries of an indexer": ("minimax_m3-modelopt-w4a16", minimax_m3, 1),
     "a convolution of Kimi delta attention": ("kimi_linear-modelopt-w4a16", KIMI, 0),
@@ -58,7 +59,8 @@ def outputs(folder, architecture, expert_mesh, layer=0, scheme=None):
     mixer = load_attention(folder, architecture, expert_mesh, scheme=scheme, layer=layer)
     assert (mixer.expert_mesh is None) == (expert_mesh is None)
     positions = np.arange(9, dtype=np.int32)[None]
-    return call(mixer, tokens(9)[None], positions, None)[0]
+    given = tokens(9, width=32 if architecture is afmoe else 64)
+    return call(mixer, given[None], positions, None)[0]
 
 
 @pytest.mark.parametrize("name", MIXERS)

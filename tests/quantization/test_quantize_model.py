@@ -213,6 +213,12 @@ WRITTEN = (
     "olmo3-modelopt-w4a16",
     "seed_oss-modelopt-w4a16",
     "apertus-modelopt-w4a16",
+    "afmoe-modelopt-w4a16",
+    "hy_v3-modelopt-w4a16",
+    "solar_open-modelopt-w4a16",
+    "dots1-modelopt-w4a16",
+    "glm4v_moe-modelopt-w4a16",
+    "phimoe-modelopt-w4a16",
 )
 
 
@@ -226,10 +232,12 @@ NO_LINEARS = (
 def without_marks(names):
     r"""Return sorted names without the marks that the tool appends to names of Nemotron-H.
 
-    For Granite, the tool names the router as the model in memory does. Files have a `layer` below
-    it.
+    For Granite, Hy3 and Phi-3.5-MoE, the tool names the router as the model in memory does. Files
+    have a `layer` below it, or call it `router.gate` or `gate`.
     """
     plain = (name.replace("block_sparse_moe.router*", "block_sparse_moe.router") for name in names)
+    plain = (name.replace("mlp.router*", "mlp.gate") for name in plain)
+    plain = (name.replace("block_sparse_moe.gate", "block_sparse_moe.router") for name in plain)
     return sorted(name.split("\0")[0].rstrip(".") for name in plain)
 
 

@@ -14,7 +14,7 @@
 //
 // GateHeads reads the gates where the projection of an attention has left them, because a copy
 // would be a kernel of its own. In the projection, the d channels of each head's gate follow those
-// of its query. Or each head has one gate, and w is n.
+// of its query. Or each head has one gate, and w is n. Or each channel has one, and w is n d.
 //
 // A thread of the other kernels computes one value, except in heads of more than 256 channels.
 // Threads of a warp have neighboring columns, so that loads are whole lines.
@@ -110,7 +110,7 @@ template <typename T>
 __global__ void __launch_bounds__(kHeadThreads) GateHeads(const GateHeadsCall p) {
   const uint32_t row = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * p.d;
-  const int64_t column = p.one_gate ? head : (2 * static_cast<int64_t>(head) + 1) * p.d;
+  const int64_t column = p.first_gate + static_cast<int64_t>(head) * p.gate_step;
   const T* x = static_cast<const T*>(p.x) + first;
   const T* gates = static_cast<const T*>(p.gates) + row * p.gate_columns + column;
   T* y = static_cast<T*>(p.y) + first;

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, quoted
-from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, nested_configs, read_json
 from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.formats.fp8_blocks import (
     FP8_BLOCKS,
@@ -155,11 +155,11 @@ def _from_config(_, config):
     The config of a multimodal model may hold one beside ``text_config`` and one inside, which must
     agree.
     """
-    holders = [("", config), *((f"{key}: ", config.get(key)) for key in TEXT_CONFIGS)]
+    holders = [("", config), *((f"{part}: ", inner) for part, inner in nested_configs(config))]
     seen: list[Any] = []
     for place, holder in holders:
         for key in _SECTIONS:
-            section = holder.get(key) if isinstance(holder, dict) else None
+            section = holder.get(key)
             if section is not None and section not in seen:
                 seen.append(section)
                 yield _parse_section(section, f"{CONFIG}: {place}{key}")

@@ -25,7 +25,7 @@ from jax_nvfp4_moe.nn.experts.token_router import TokenRouter
 from jax_nvfp4_moe.nn.linear.formats import make_linear
 from jax_nvfp4_moe.nn.linear.merged_linear import MergedLinear, find_runs, join_weights
 from jax_nvfp4_moe.nn.linear.scaled_linear import ScaledLinear
-from jax_nvfp4_moe.nn.norm import RMSNorm
+from jax_nvfp4_moe.nn.norm import LayerNorm, RMSNorm
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.experts import check_experts
@@ -330,6 +330,24 @@ class Builder:
             return made
 
         return self._note(path, {"": source}, construct, {"": spec})
+
+    def layer_norm(self, path: str, width: int, eps: float) -> LayerNorm:
+        """Make a layer norm with a weight and a bias, which are replicated on all devices.
+
+        Args:
+          path: path of the norm.
+          width: number of channels.
+          eps: added to the variance.
+        """
+        sources = {
+            name: self._table.array(f"{self.key(path)}.{name}", (width,))
+            for name in ("weight", "bias")
+        }
+
+        def construct(values):
+            return LayerNorm(values["weight"], values["bias"], eps, self.settings.target)
+
+        return self._note(path, sources, construct)
 
     def linear(self, path: str, n: int, k: int, bias: Bias = False) -> Any:
         """Make the linear layer at `path`, quantized or unquantized as in the file.

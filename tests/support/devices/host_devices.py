@@ -77,9 +77,9 @@ def differing_copies(module):
     return found
 
 
-def tokens(count, dtype=jnp.float32):
-    """Return random tokens of width 64 as a NumPy array. Fewer tokens are the first of more."""
-    return np.random.default_rng(2).standard_normal((count, 64)).astype(dtype)
+def tokens(count, dtype=jnp.float32, width=64):
+    """Return random tokens as a NumPy array. Fewer tokens are the first of more."""
+    return np.random.default_rng(2).standard_normal((count, width)).astype(dtype)
 
 
 def decode(model, ids, cuts=(9, 10)):

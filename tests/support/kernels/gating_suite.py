@@ -34,7 +34,7 @@ LINEAR_SIZES = {
     "no rows": (0, 64, 32),
 }
 # Rows, heads, width of a head, and columns of the gates: those after the queries, further ones that
-# belong to keys and values, or one for each head.
+# belong to keys and values, one for each head, or one for each channel.
 GATES = {
     "one row": (1, 16, 256, 2 * 16 * 256 + 2 * 2 * 256),
     "odd": (5, 3, 7, 2 * 3 * 7 + 4),
@@ -43,6 +43,8 @@ GATES = {
     "one channel": (3, 5, 1, 10),
     "one gate a head": (7, 6, 33, 6),
     "one gate": (1, 1, 96, 1),
+    "channels": (5, 3, 7, 3 * 7),
+    "wide channels": (2, 4, 320, 4 * 320),
     "no rows": (0, 2, 8, 32),
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
@@ -94,8 +96,8 @@ def gate_in(x, gates, dtype):
     """Return ``x * sigmoid(gate)``, computed by numpy in `dtype`."""
     x, gates = np.asarray(x, dtype), np.asarray(gates, dtype)
     rows, n, d = x.shape
-    if gates.shape[1] == n:
-        gates = gates[:, :, None]
+    if gates.shape[1] in (n, n * d):
+        gates = gates.reshape(rows, n, -1)
     else:
         gates = gates[:, : 2 * n * d].reshape(rows, n, 2 * d)[:, :, d:]
     return x / (1 + np.exp(-gates))
@@ -219,11 +221,11 @@ class GatingSuite:
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
         assert_as_accurate_as(y, plain, gate_in(x, gates, np.float64))
 
-    @pytest.mark.parametrize("size", ["odd", "one gate a head"])
+    @pytest.mark.parametrize("size", ["odd", "one gate a head", "channels"])
     @pytest.mark.parametrize("fault", ["head", "row", "sign"])
     def test_bound_catches_a_gate_of_another_head(self, run_gates, fault, size):
         x, gates = make_gates(size, "bfloat16")
-        step = 1 if size == "one gate a head" else 2 * x.shape[2]
+        step = {"one gate a head": 1, "channels": x.shape[2]}.get(size, 2 * x.shape[2])
         wrong = {
             "head": np.roll(gates, step, axis=1),
             "row": np.roll(gates, 1, axis=0),

@@ -76,6 +76,26 @@ def llama4(x, bias):
     return ids, sigmoid(pick(x, ids))
 
 
+def phimoe(x, bias):
+    """Weigh each of two experts against those that are near it, and not the first for the second.
+
+    Near is what `sparsemixer` of `modeling_phimoe` in transformers keeps, with a jitter of 0.15.
+    """
+    ids, weights = [], []
+    for row in x:
+        left, chosen, own = list(range(len(row))), [], []
+        for _ in range(2):
+            best = max(left, key=lambda e, row=row: (row[e], -e))
+            factor = np.maximum(np.abs(row), row[best])
+            near = [e for e in left if (row[best] - row[e]) / factor[e] <= 0.3]
+            own.append(1 / np.exp(row[near] - row[best]).sum())
+            chosen.append(best)
+            left.remove(best)
+        ids.append(chosen)
+        weights.append(own)
+    return np.array(ids), np.array(weights)
+
+
 FAMILIES = {
     "qwen3": (qwen3, Router(4), False),
     "unnormalized": (unnormalized, Router(2, renormalize=False), False),
@@ -87,6 +107,7 @@ FAMILIES = {
     ),
     "kimi_k2": (kimi_k2, Router(8, score="sigmoid", scaling=2.827), True),
     "deepseek_v4": (deepseek_v4, Router(4, score="sqrt_softplus"), True),
+    "phimoe": (phimoe, Router(2, select="near", distance=0.3), False),
     "llama4": (llama4, Router(1, score="sigmoid", select="logits", weight_on_input=True), False),
 }
 
