@@ -723,6 +723,7 @@ def build_around(
     *,
     tied: bool,
     centered: bool = False,
+    norm: type[RMSNorm] = RMSNorm,
     decoder: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
     """Make a model of layers that a function builds: add the embedding, the last norm and the head.
@@ -737,16 +738,17 @@ def build_around(
       tied: whether the configuration says that the head shares the weights of the embedding. The
         stored head decides; see `build_head`.
       centered: whether the last norm in the file stores ``weight - 1``.
+      norm: the class of the last norm.
       decoder: makes the model from its parts: `Decoder` or a class derived from it.
     """
     settings, h = make.settings, config.hidden
     vocabulary, rows, expert_mesh = divide_vocabulary(config, make)
     embedding = vocabulary.variable("embedding", (rows, h))
     layers = [build_layer(layer) for layer in range(config.num_layers)]
-    norm = make.norm("norm", h, config.eps, centered=centered)
+    last = make.norm("norm", h, config.eps, centered=centered, kind=norm)
     head = build_head(vocabulary, rows, h, tied)
     model = decoder(
-        config, embedding, layers, norm, head, dtype=settings.dtype, expert_mesh=expert_mesh
+        config, embedding, layers, last, head, dtype=settings.dtype, expert_mesh=expert_mesh
     )
     if settings.expert_mesh is not None and settings.expert_mesh.data > 1:
         model.rows_mesh = settings.expert_mesh

@@ -24,6 +24,7 @@ from jax_nvfp4_moe.checkpoint.stop_ids import read_end_of_text, read_stop_ids
 from jax_nvfp4_moe.checkpoint.table import WeightTable
 from jax_nvfp4_moe.checkpoint.weights.held_counts import refuse_layers
 from jax_nvfp4_moe.models import (
+    cohere2_moe,
     deepseek_v3,
     deepseek_v4,
     deepseek_v32,
@@ -35,9 +36,11 @@ from jax_nvfp4_moe.models import (
     granite_moe,
     hunyuan_moe,
     kimi_linear,
+    laguna,
     lfm2_moe,
     llama,
     llama4,
+    mimo_v2_flash,
     minimax_m2,
     minimax_m3,
     mistral,
@@ -111,6 +114,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MiniMaxM3SparseForConditionalGeneration": minimax_m3.ARCHITECTURE,
     "MiniMaxM3VLForCausalLM": minimax_m3.ARCHITECTURE,
     "Step3p7ForConditionalGeneration": step3p7.ARCHITECTURE,
+    "LagunaForCausalLM": laguna.ARCHITECTURE,
+    "Cohere2MoeForCausalLM": cohere2_moe.ARCHITECTURE,
+    "MiMoV2FlashForCausalLM": mimo_v2_flash.ARCHITECTURE,
     "LlamaForCausalLM": llama.ARCHITECTURE,
     "MistralForCausalLM": mistral.ARCHITECTURE,
     "Qwen2ForCausalLM": qwen3.QWEN2,

@@ -1,4 +1,4 @@
-"""RMSNorm, and the residual stream that it adds to and normalizes."""
+"""RMSNorm and LayerNorm, and the residual stream that they add to and normalize."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
-from jax_nvfp4_moe.numerics.norms import normalize
+from jax_nvfp4_moe.numerics.norms import layer_normalize, normalize
 from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.scheme import Target
 
@@ -73,3 +73,38 @@ class RMSNorm(nnx.Module):
         """Return the sum of the residual stream, and the normalized sum, ``[b, t, h]`` each."""
         weight = self.weight.get_value()
         return add_rms_norm(stream.x, stream.added, weight, eps=self.eps, target=self.target)
+
+
+class LayerNorm(RMSNorm):
+    """Normalize by mean and variance: ``weight * (x - mean(x)) / sqrt(var(x) + eps)``.
+
+    The computation runs in float32, and the result is rounded once. There is no bias.
+
+    Source: Ba et al., "Layer Normalization", arXiv:1607.06450.
+    """
+
+    def __call__(
+        self, x: Float[Array, "... h"], mean: Float[Array, "... 1"] | None = None
+    ) -> Float[Array, "... h"]:
+        """Normalize `x` over its last axis.
+
+        Args:
+          x: ``[..., h]``, a whole vector.
+          mean: None. Parts of vectors are not supported.
+
+        Returns:
+          ``[..., h]`` in the dtype of `x`.
+
+        Raises:
+          ValueError: `mean` is not None.
+        """
+        if mean is not None:
+            raise ValueError(f"mean: expected None for a layer norm, got shape {mean.shape}")
+        return layer_normalize(x, self.weight.get_value(), None, self.eps)
+
+    def normalize_sum(
+        self, stream: Residual
+    ) -> tuple[Float[Array, "b t h"], Float[Array, "b t h"]]:
+        """Return the sum of the residual stream, and the normalized sum, ``[b, t, h]`` each."""
+        x = stream.x if stream.added is None else stream.x + stream.added
+        return x, self(x)

@@ -60,6 +60,9 @@ MODELS = {
     "minimax_m3": ("minimax_m3-modelopt-w4a16", ((2, 4),)),
     # Its layers have 4 query heads, or 8 with a window. Each device has 1 or 2.
     "step3p7": ("step3p7-modelopt-w4a16", ((2, 4),)),
+    "laguna": ("laguna-modelopt-w4a16", ((2, 4),)),
+    "cohere2": ("cohere2_moe-modelopt-w4a16", ((2, 4),)),
+    "mimo": ("mimo_v2_flash-modelopt-w4a16", ((2, 4),)),
 }
 # All-reduces of attentions, experts, dense MLPs, the embedding, and means of queries and keys; then
 # those of shared experts. The latter join those of the experts if both add over the same devices.
@@ -85,6 +88,10 @@ SENT = {
     "gemma4": (2 + 2 + 0 + 1, 2),
     "minimax_m3": (2 + 1 + 1 + 1, 1),
     "step3p7": (3 + 2 + 1 + 1, 2),
+    "laguna": (3 + 2 + 1 + 1, 2),
+    # Attentions add together with the dense MLP or the shared experts, which read the same tokens.
+    "cohere2": (3 + 2 + 0 + 1, 0),
+    "mimo": (3 + 2 + 1 + 1, 0),
 }
 # Folder, its architecture, and the scheme to load with.
 ATTENTIONS = {

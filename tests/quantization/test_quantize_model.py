@@ -199,6 +199,9 @@ WRITTEN = (
     "gemma4-modelopt-w4a16",
     "minimax_m3-modelopt-w4a16",
     "step3p7-modelopt-w4a16",
+    "laguna-modelopt-w4a16",
+    "cohere2_moe-modelopt-w4a16",
+    "mimo_v2_flash-modelopt-w4a16",
 )
 
 

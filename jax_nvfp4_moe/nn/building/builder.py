@@ -210,6 +210,7 @@ class Builder:
         stored_bias: Sequence[int] | None = None,
         logit_bias: bool = False,
         scale: bool = False,
+        logit_cap: float | None = None,
         table_rows: int | None = None,
         norm: Callable[..., Any] | None = None,
     ) -> TokenRouter:
@@ -228,6 +229,7 @@ class Builder:
           stored_bias: shape of the correction in the file, if it has further axes of length 1.
           logit_bias: whether the logits have a bias. Defaults to False.
           scale: whether each expert has a factor of its own. Defaults to False.
+          logit_cap: bound of the logits; None (default) for no bound.
           table_rows: number of token ids whose experts are in a table; None (default) for no table.
           norm: module through which the router reads tokens; None (default) for none.
         """
@@ -247,6 +249,7 @@ class Builder:
             scale=part("scale", scale),
             token_experts=part("token_experts", table_rows, (table_rows, router.top_k), jnp.int32),
             norm=norm,
+            logit_cap=logit_cap,
             target=settings.target,
             dtype=settings.dtype,
         )
@@ -309,8 +312,16 @@ class Builder:
 
         return self._note(path, sources, construct, specs)
 
-    def norm(self, path: str, width: int, eps: float, *, centered: bool = False) -> RMSNorm:
-        """Make an RMS norm.
+    def norm(
+        self,
+        path: str,
+        width: int,
+        eps: float,
+        *,
+        centered: bool = False,
+        kind: type[RMSNorm] = RMSNorm,
+    ) -> RMSNorm:
+        """Make a norm.
 
         Args:
           path: path of the norm.
@@ -318,6 +329,7 @@ class Builder:
           eps: added to the mean of the squares.
           centered: whether the file stores ``weight - 1``. The weight is then kept in float32.
             Defaults to False.
+          kind: class of the norm. Defaults to `RMSNorm`.
         """
         spec, dtype = self._spec(path), jnp.float32 if centered else None
         name = f"{self.key(path)}.weight"
@@ -325,7 +337,7 @@ class Builder:
 
         def construct(values):
             weight = 1 + values[""] if centered else values[""]
-            made = RMSNorm(weight, eps, self.settings.target)
+            made = kind(weight, eps, self.settings.target)
             made.weight = mark(made.weight, spec and spec.layout(width, self.shards))
             return made
 
