@@ -54,12 +54,17 @@ _POSITIVE = Bounds(0, positive=True)
 _NONNEGATIVE = Bounds(0)
 # Numbers outside of these bounds make a model's results zero, infinite or NaN.
 BOUNDS: Mapping[str, Bounds] = {
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps"), _EPSILON),
+    **dict.fromkeys(
+        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps"), _EPSILON
+    ),
     "partial_rotary_factor": Bounds(0, 1, positive=True),
     **dict.fromkeys(
         (
             "routed_scaling_factor",
             "moe_router_scaling_factor",
+            "moe_routed_scaling_factor",
+            "logit_scale",
+            "attention_value_scale",
             "attention_multiplier",
             "embedding_multiplier",
             "residual_multiplier",
@@ -87,6 +92,7 @@ BOUNDS: Mapping[str, Bounds] = {
     ),
     **dict.fromkeys(
         (
+            "moe_router_logit_softcapping",
             "logits_scaling",  # its reader refuses 0
             "mscale",
             "mscale_all_dim",

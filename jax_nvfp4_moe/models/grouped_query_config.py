@@ -88,6 +88,26 @@ def read_layer_fields(
     return {}
 
 
+def with_rope_of(
+    fields: Fields, config: Mapping[str, Any], kind: str, default: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the config with the rotary embedding of one type of layers for all layers.
+
+    Args:
+      fields: the fields of ``config.json``, which receive the problems.
+      config: the parsed ``config.json``, whose ``rope_parameters`` has an object for each type.
+      kind: the type of layers.
+      default: the ``rope_parameters`` of a config that has none.
+    """
+    given = config.get("rope_parameters") or default
+    own = given.get(kind) if isinstance(given, dict) else None
+    if not isinstance(own, dict):
+        fields.require(False, f"rope_parameters: expected an object {kind}, got {quoted(given)}")
+        own = default[kind]
+    others = dict.fromkeys(("rope_scaling", "rope_theta", "partial_rotary_factor"))
+    return {**config, **others, "rope_parameters": own}
+
+
 def read_window(fields: Fields) -> int | None:
     """Return ``sliding_window``, or None if it is missing or null."""
     return fields.size("sliding_window") if fields.present("sliding_window") else None

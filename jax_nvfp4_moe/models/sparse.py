@@ -228,6 +228,8 @@ def build_block(
     *,
     bias: bool = False,
     stored_bias: Sequence[int] | None = None,
+    logit_cap: float | None = None,
+    block: type[NVFP4MoE] = NVFP4MoE,
     activation: str | ActivationCall = "silu",
     shared_activation: str | ActivationCall = "silu",
 ) -> NVFP4MoE:
@@ -239,6 +241,8 @@ def build_block(
       make: builds the parts.
       bias: whether the router has a correction bias.
       stored_bias: shape of that in the file; None for ``[experts]``.
+      logit_cap: the bound of the router's logits; None for no bound.
+      block: the class of the block.
       activation: the activation of the routed experts.
       shared_activation: the activation of the shared experts.
 
@@ -254,14 +258,20 @@ def build_block(
         shared = build_gated_mlp(
             make, f"{path}.shared_experts", h, config.shared_intermediate, build
         )
-    return NVFP4MoE(
+    return block(
         e,
         h,
         config.intermediate,
         activation=activation,
         params=params,
         token_router=make.token_router(
-            path, e, h, config.router, correction_bias=bias, stored_bias=stored_bias
+            path,
+            e,
+            h,
+            config.router,
+            correction_bias=bias,
+            stored_bias=stored_bias,
+            logit_cap=logit_cap,
         ),
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,

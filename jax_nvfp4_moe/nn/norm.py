@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
+from jax_nvfp4_moe.nn.variables import read_value
 from jax_nvfp4_moe.numerics.norms import layer_normalize, normalize
 from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.scheme import Target
@@ -82,7 +83,7 @@ class LayerNorm(nnx.Module):
 
     Attributes:
       weight: `nnx.Param` ``[h]``.
-      bias: `nnx.Param` ``[h]``.
+      bias: `nnx.Param` ``[h]``, or None.
       eps: static float, added to the variance.
       target: device that the logits of a model with this norm are lowered for, static; None for the
         current device.
@@ -93,7 +94,7 @@ class LayerNorm(nnx.Module):
     def __init__(
         self,
         weight: Float[Array, " h"],
-        bias: Float[Array, " h"],
+        bias: Float[Array, " h"] | None,
         eps: float,
         target: Target | None = None,
     ):
@@ -101,21 +102,20 @@ class LayerNorm(nnx.Module):
 
         Args:
           weight: ``[h]``.
-          bias: ``[h]``.
+          bias: ``[h]``, or None for no bias.
           eps: added to the variance.
           target: device that the model is lowered for. None (default) for the current device.
         """
-        self.weight, self.bias = nnx.Param(weight), nnx.Param(bias)
+        self.weight, self.bias = nnx.Param(weight), None if bias is None else nnx.Param(bias)
         self.eps, self.target = eps, target
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
         """Normalize `x` over its last axis, in its dtype."""
-        return layer_normalize(x, self.weight.get_value(), self.bias.get_value(), self.eps)
+        return layer_normalize(x, self.weight.get_value(), read_value(self.bias), self.eps)
 
     def normalize_sum(
         self, stream: Residual
     ) -> tuple[Float[Array, "b t h"], Float[Array, "b t h"]]:
         """Return the sum of the residual stream, and the normalized sum, ``[b, t, h]`` each."""
         x = stream.x if stream.added is None else stream.x + stream.added
-        weight, bias = self.weight.get_value(), self.bias.get_value()
-        return x, layer_normalize(x, weight, bias, self.eps)
+        return x, self(x)

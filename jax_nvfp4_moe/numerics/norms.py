@@ -42,7 +42,7 @@ def layer_normalize(x: Float[Array, "... h"], weight, bias, eps: float) -> Float
     Args:
       x: ``[..., h]``. Mean and variance are those of its last axis, in float32.
       weight: ``[h]``.
-      bias: ``[h]``.
+      bias: ``[h]``, or None for no bias.
       eps: added to the variance.
 
     Source: Ba et al., "Layer Normalization", arXiv:1607.06450.
@@ -51,8 +51,10 @@ def layer_normalize(x: Float[Array, "... h"], weight, bias, eps: float) -> Float
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normal = wide * lax.rsqrt(mean_square(wide) + eps)
     axes = range(x.ndim - 1)
-    weight, bias = (jnp.expand_dims(one.astype(jnp.float32), axes) for one in (weight, bias))
-    return (normal * weight + bias).astype(x.dtype)
+    normal = normal * jnp.expand_dims(weight.astype(jnp.float32), axes)
+    if bias is not None:
+        normal = normal + jnp.expand_dims(bias.astype(jnp.float32), axes)
+    return normal.astype(x.dtype)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import json
 import math
 
@@ -147,6 +148,19 @@ def keep_deepseek_v4_in_memory(tensors):
         tensors[new] = tensors.pop(name)
 
 
+def keep_laguna_in_memory(tensors):
+    """Rename tensors of Laguna as transformers 5 does in memory."""
+    for name in list(tensors):
+        new = name.replace("experts.e_score", "gate.e_score")
+        tensors[new.replace("shared_expert.", "shared_experts.")] = tensors.pop(name)
+
+
+def keep_mimo_in_memory(tensors):
+    """Rename tensors of MiMo-V2-Flash as transformers 5 does in memory."""
+    for name in list(tensors):
+        tensors[name.replace("attention_sink_bias", "sinks")] = tensors.pop(name)
+
+
 def keep_in_memory(tensors):
     """Rename tensors of EXAONE-MoE and Granite as transformers 5 does in memory."""
     for name in list(tensors):
@@ -184,6 +198,8 @@ def keep_phimoe_in_memory(tensors):
         ("deepseek_v4", keep_deepseek_v4_in_memory),
         ("exaone_moe", keep_in_memory),
         ("granitemoe", keep_in_memory),
+        ("laguna", keep_laguna_in_memory),
+        ("mimo_v2_flash", keep_mimo_in_memory),
     ],
 )
 def test_other_spellings_of_a_file(name, rename, tmp_path):
@@ -431,6 +447,7 @@ NAMES = {
     ),
     "lfm2_moe": (COUNT, ("tie_embedding", "tie_word_embeddings")),
     "llama4_text": (COUNT,),
+    "mimo_v2_flash": (ROUTED,),
     "minimax_m2": (COUNT,),
     "minimax_m3": (COUNT,),
     "mistral4": (ROUTED,),
@@ -506,6 +523,31 @@ def test_published_names_of_step():
         assert new.rope.frequencies == pytest.approx([f / factor for f in old.rope.frequencies])
 
 
+def test_published_names_of_mimo():
+    """Published files have other names for lists of layers and for rotary embeddings."""
+    given = read("mimo_v2_flash")
+    published = {
+        **dict.fromkeys(("layer_types", "mlp_layer_types", "rope_parameters", "sliding_window")),
+        "hybrid_layer_pattern": [0, 1, 0],
+        "moe_layer_freq": [0, 1, 1],
+        "rope_theta": 5000.0,
+        "swa_rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+        "sliding_window_size": 5,  # without the query itself
+        "swa_num_key_value_heads": 2,
+        "layernorm_epsilon": 1e-5,
+        "rope_scaling": {"type": "default"},
+    }
+    mimo = read("mimo_v2_flash", **published)
+    assert mimo.dense_layers == given.dense_layers == {0}
+    assert mimo.attention[0] == mimo.attention[2] == given.attention[0]
+    sliding = dataclasses.replace(mimo.attention[1], rope=given.attention[1].rope)
+    assert sliding == given.attention[1]
+    rotated = [100.0 ** (-n / 8) for n in range(8)]
+    assert mimo.attention[1].rope.frequencies == pytest.approx(rotated)
+    assert read("mimo_v2_flash", **published | {"swa_rope_theta": 99.0}) != mimo
+
+
 def test_layers_with_two_digits_have_their_own_sizes():
     """transformers writes their indices with zeros before them."""
     plain = {"layer_types": None, "num_hidden_layers": 12}
@@ -551,6 +593,18 @@ def test_layers_are_as_transformers_derives_them():
     assert [one.window for one in gemma.attention] == [6, 6, 6, 6, 6, None, 6, None]
     assert {(one.head_dim, one.num_kv_heads) for one in gemma.attention} == {(16, 2), (512, 2)}
     assert gemma.attention[-1].rope.frequencies[63:65] == (pytest.approx(1e6 ** (-126 / 512)), 0.0)
+    plain = {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 8}
+    laguna = read("laguna", **plain, num_attention_heads_per_layer=None)
+    assert [one.window for one in laguna.attention] == [None] * 8
+    assert laguna.dense_layers == {0}
+    cohere = read("cohere2_moe", **plain, first_k_dense_replace=2)
+    assert [one.window for one in cohere.attention] == [None, None, 6, 6, 6, None, 6, 6]
+    assert [one.rope is None for one in cohere.attention] == [False] * 5 + [True, False, False]
+    assert cohere.dense_layers == {0, 1}
+    mimo = read("mimo_v2_flash", **plain)
+    assert [one.window for one in mimo.attention] == [None, 6, 6, 6, 6, None, 6, 6]
+    assert [one.num_kv_heads for one in mimo.attention] == [1, 2, 2, 2, 2, 1, 2, 2]
+    assert mimo.dense_layers == {0}
     deepseek = read("deepseek_v4", layer_types=None, mlp_layer_types=None, num_hidden_layers=6)
     kinds = [one.pool and one.pool.rate for one in deepseek.attention]
     assert kinds == [5, 5, 5, 2, 5, 2]
@@ -688,6 +742,31 @@ def test_layers_are_as_transformers_derives_them():
             "deepseek_v4",
             {"layer_types": None, "compress_ratios": [0, 4, 5]},
             "compress_ratios: expected a list of 3 values from 0, 4, 128",
+        ),
+        ("laguna", {"gating": False}, "gating: False is not supported"),
+        ("laguna", {"gating_types": ["per_element"] * 3}, "gating_types: expected per_head"),
+        ("laguna", {"mlp_only_layers": [0, 1]}, "mlp_only_layers: expected .0., the dense layers"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "on_input: True is not supported"),
+        ("laguna", {"num_attention_heads_per_layer": [4]}, "expected 3 positive numbers, got .4."),
+        ("laguna", {"num_attention_heads_per_layer": [4, 5, 4]}, "expected a multiple of 2 key"),
+        ("laguna", {"sliding_window": 0}, "sliding_window: expected a positive integer"),
+        ("laguna", {"rope_parameters": {"full_attention": {}}}, "expected an object sliding_att"),
+        ("cohere2_moe", {"expert_selection_fn": "relu"}, "selection_fn: 'relu' is not supported"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "max"}, "'max' is not supported"),
+        ("cohere2_moe", {"use_parallel_block": False}, "use_parallel_block: False is not supp"),
+        ("cohere2_moe", {"use_qk_norm": True}, "use_qk_norm: True is not supported"),
+        ("mimo_v2_flash", {"swa_head_dim": 16}, "swa_head_dim: 16 is not supported"),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "value_heads: 4 is not supported"),
+        ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, "bias: True is not supported"),
+        (
+            "mimo_v2_flash",
+            {"mlp_layer_types": None, "moe_layer_freq": [0, 2, 1]},
+            "moe_layer_freq: expected a list of 3 zeros and ones",
+        ),
+        (
+            "mimo_v2_flash",
+            {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope_scaling: .* is not supported",
         ),
         ("lfm2_moe", {"layer_types": None}, "layer_types: missing"),
         ("afmoe", {"score_func": "softmax"}, "score_func: 'softmax' is not supported"),

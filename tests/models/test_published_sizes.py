@@ -9,6 +9,8 @@ defaults of Gemma 4 have no experts: its entry holds the values of google/gemma-
 of Step-3.7 have no windows and no limits: its entry holds the values of stepfun-ai/Step-3.7-Flash,
 as transformers writes them. Those of Nemotron-H have widths that 16 does not divide: its entry has
 the values of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, whose architecture Nemotron-3.5 Lightning has.
+The entries of Laguna and MiMo-V2 are defaults of transformers 5.24.0. That of Cohere2-MoE has the
+sizes of CohereLabs/North-Mini-Code-1.0.
 """
 
 import json
@@ -83,6 +85,9 @@ OTHER_DEFAULTS = {
     "minimax_m3": {"num_key_value_heads", "rotary_dim"},
     "gemma4": {"attention_k_eq_v", "final_logit_softcapping", "head_dim", "num_key_value_heads"}
     | {"num_global_key_value_heads", "sliding_window"},
+    "cohere2_moe": {"expert_selection_fn", "layer_types", "logit_scale", "mlp_layer_types"}
+    | {"norm_topk_prob", "num_key_value_heads", "prefix_dense_intermediate_size"}
+    | {"rms_norm_eps", "rope_parameters"},
     "step3p7": {"layer_types", "moe_router_scaling_factor", "num_sliding_attention_heads"}
     | {"rope_parameters", "swiglu_limits", "swiglu_limits_shared"},
     "nemotron_h": {"mamba_num_heads", "num_key_value_heads", "routed_scaling_factor"},
@@ -276,6 +281,8 @@ def test_a_model_of_the_documented_widths_runs(name, tmp_path):
     """A default model with these widths, heads and top-k runs, with few layers and experts."""
     published = {n: v for n, v in CONFIGURATIONS[name].items() if n not in OF_LAYERS}
     fewer = {n: min(v, published[n]) for n, v in FEWER.items() if n in published}
+    # Without it, all layers have the published number of heads.
+    fewer |= {n: None for n in ("num_attention_heads_per_layer",) if n in published}
     write_resized(given(name), tmp_path / "m", **published | fewer)
     model = load_model(tmp_path / "m")
     assert model.config.hidden == published["hidden_size"]

@@ -74,6 +74,9 @@ MODELS = {
     "phi3": ("phi3-modelopt-w4a16", ((2, 2), (1, 2))),
     "olmo3": ("olmo3-modelopt-w4a16", ((2, 4),)),
     "apertus": ("apertus-modelopt-w4a16", ((2, 4),)),
+    "laguna": ("laguna-modelopt-w4a16", ((2, 4),)),
+    "cohere2": ("cohere2_moe-modelopt-w4a16", ((2, 4),)),
+    "mimo": ("mimo_v2_flash-modelopt-w4a16", ((2, 4),)),
 }
 # All-reduces of attentions, experts, dense MLPs, the embedding, and means of queries and keys; then
 # those of shared experts. The latter join those of the experts if both add over the same devices.
@@ -111,6 +114,10 @@ SENT = {
     "phi3": (2 + 0 + 2 + 1, 0),
     "olmo3": (2 + 0 + 2 + 1 + 2, 0),
     "apertus": (2 + 0 + 2 + 1, 0),
+    "laguna": (3 + 2 + 1 + 1, 2),
+    # Attentions add together with the dense MLP or the shared experts, which read the same tokens.
+    "cohere2": (3 + 2 + 0 + 1, 0),
+    "mimo": (3 + 2 + 1 + 1, 0),
 }
 # Folder, its architecture, and the scheme to load with.
 ATTENTIONS = {

@@ -219,6 +219,9 @@ WRITTEN = (
     "dots1-modelopt-w4a16",
     "glm4v_moe-modelopt-w4a16",
     "phimoe-modelopt-w4a16",
+    "laguna-modelopt-w4a16",
+    "cohere2_moe-modelopt-w4a16",
+    "mimo_v2_flash-modelopt-w4a16",
 )
 
 

@@ -22,7 +22,7 @@ PRODUCTS = (
     torch.Tensor.__matmul__,
 )
 # Blocks that multiply the output of their experts by `routed_scaling_factor`.
-SCALED_AFTER = ("MiniMaxM3VLSparseMoeBlock", "Step3p7SparseMoeBlock")
+SCALED_AFTER = ("MiniMaxM3VLSparseMoeBlock", "Step3p7SparseMoeBlock", "LagunaSparseMoeBlock")
 GATE_AND_UP = (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight"))
 
 

@@ -52,6 +52,8 @@ class GQAConfig:
       gated: whether the sigmoid of a gate multiplies each channel of the result. The projection of
         queries then has the channels of each query head, followed by those of its gate. False by
         default.
+      value_dim: width of a value head; None (default) for `head_dim`.
+      value_scale: factor of the values; 1 by default.
       sinks: whether each query head has a sink: a learned score that takes part in the softmax, and
         whose value is zero. False by default.
       temperature: scale s and length f. The query at position p is multiplied by
@@ -83,6 +85,8 @@ class GQAConfig:
     temperature: tuple[float, float] | None = None
     long_rope: tuple[int, Rope] | None = None
     joined: bool = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
 
     def __post_init__(self):
         """Check that a gated layer has no option that would be ignored.
@@ -93,15 +97,21 @@ class GQAConfig:
         if self.gated and (self.values_from_keys or self.joined or not self.plain_heads):
             raise ValueError(
                 "gated: expected False, because the layer clips or interleaves heads, normalizes "
-                "them as a whole, normalizes values, or has no projection of queries or values of "
-                "its own; got True"
+                "them as a whole, changes values, or has no projection of queries or values of its "
+                "own; got True"
             )
 
     @property
     def plain_heads(self) -> bool:
         """Whether `ops.prepare_heads` computes the heads of this layer."""
         others = self.clip is not None or self.normalize_values or self.interleaved
-        return self.normalize != "whole" and not others
+        changes_values = self.value_width != self.head_dim or self.value_scale != 1
+        return self.normalize != "whole" and not others and not changes_values
+
+    @property
+    def value_width(self) -> int:
+        """The width of a value head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 class Attention(HeadParallel):
@@ -115,17 +125,18 @@ class Attention(HeadParallel):
         rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
         self.config, self.dtype = config, make.settings.dtype
         self.target = make.settings.target
-        shape = (config.num_kv_heads, config.head_dim)
-        self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
+        k, v = ((config.num_kv_heads, width) for width in (d, config.value_width))
+        self.kv = build_keys_and_values(make, f"{path}.kv", k=k, v=v)
         projections = {"q": 2 * rows if config.gated else rows, "k": kv_rows}
         if not config.values_from_keys:
-            projections["v"] = kv_rows
+            projections["v"] = config.num_kv_heads * config.value_width
         bias = as_stored(config.bias)
         if config.joined:
             self.qkv = make.linear(f"{path}.qkv", sum(projections.values()), h, bias)
         else:
             self.qkv = make.merged_linear(f"{path}.qkv", h, projections, bias)
-        self.out = make.linear(f"{path}.out", h, rows, as_stored(config.out_bias))
+        inputs = config.num_heads * config.value_width
+        self.out = make.linear(f"{path}.out", h, inputs, as_stored(config.out_bias))
         if config.sinks:
             self.sinks = make.variable(f"{path}.sinks", (config.num_heads,), dtype=jnp.float32)
         if config.normalize is not None:
@@ -216,10 +227,14 @@ class Attention(HeadParallel):
             weights = None if config.normalize is None else self._head_weights()
             m, d = config.num_kv_heads, config.head_dim
             return split_heads(qkv, positions, weights, m, d, options)
-        heads = group_channels(self._normalized(qkv), config.head_dim)
+        qkv = self._normalized(qkv)
         if config.clip is not None:
-            heads = jnp.clip(heads, -config.clip, config.clip)
-        qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
+            qkv = jnp.clip(qkv, -config.clip, config.clip)
+        rows = (config.num_heads + config.num_kv_heads) * config.head_dim
+        qk, v = jnp.split(qkv, [rows], axis=-1)
+        qk, v = group_channels(qk, config.head_dim), group_channels(v, config.value_width)
+        if config.value_scale != 1:
+            v = v * config.value_scale
         if config.normalize_values:
             v = normalize(v, jnp.ones(config.head_dim, v.dtype), config.eps)
         if config.interleaved:
@@ -334,6 +349,6 @@ def build_heads(config: Any, path: str, make: Builder, attention: Any = Attentio
             **norms,
         },
         last=f"{path}.out",
-        width=heads * config.head_dim,
+        width=heads * getattr(config, "value_width", config.head_dim),
         reason=reason,
     )

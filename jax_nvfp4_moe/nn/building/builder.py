@@ -210,6 +210,7 @@ class Builder:
         stored_bias: Sequence[int] | None = None,
         logit_bias: bool = False,
         scale: bool = False,
+        logit_cap: float | None = None,
         table_rows: int | None = None,
         norm: Callable[..., Any] | None = None,
     ) -> TokenRouter:
@@ -228,6 +229,7 @@ class Builder:
           stored_bias: shape of the correction in the file, if it has further axes of length 1.
           logit_bias: whether the logits have a bias. Defaults to False.
           scale: whether each expert has a factor of its own. Defaults to False.
+          logit_cap: bound of the logits; None (default) for no bound.
           table_rows: number of token ids whose experts are in a table; None (default) for no table.
           norm: module through which the router reads tokens; None (default) for none.
         """
@@ -247,6 +249,7 @@ class Builder:
             scale=part("scale", scale),
             token_experts=part("token_experts", table_rows, (table_rows, router.top_k), jnp.int32),
             norm=norm,
+            logit_cap=logit_cap,
             target=settings.target,
             dtype=settings.dtype,
         )
@@ -331,21 +334,22 @@ class Builder:
 
         return self._note(path, {"": source}, construct, {"": spec})
 
-    def layer_norm(self, path: str, width: int, eps: float) -> LayerNorm:
-        """Make a layer norm with a weight and a bias, which are replicated on all devices.
+    def layer_norm(self, path: str, width: int, eps: float, *, bias: bool = True) -> LayerNorm:
+        """Make a layer norm, which is replicated on all devices.
 
         Args:
           path: path of the norm.
           width: number of channels.
           eps: added to the variance.
+          bias: whether the norm has a bias. Defaults to True.
         """
         sources = {
             name: self._table.array(f"{self.key(path)}.{name}", (width,))
-            for name in ("weight", "bias")
+            for name in ("weight", "bias")[: 1 + bias]
         }
 
         def construct(values):
-            return LayerNorm(values["weight"], values["bias"], eps, self.settings.target)
+            return LayerNorm(values["weight"], values.get("bias"), eps, self.settings.target)
 
         return self._note(path, sources, construct)
 

@@ -38,6 +38,7 @@ class TokenRouter(nnx.Module):
     ::
 
       logits = norm(x) @ weight.T + logit_bias + adapter(norm(x))
+      logits = logit_cap * tanh(logits / logit_cap)
       expert_ids, expert_weights = ops.route(router, logits, correction_bias)
       expert_weights = expert_weights * scale[expert_ids]
 
@@ -55,6 +56,7 @@ class TokenRouter(nnx.Module):
       scale: `nnx.Param` ``[e]``, or None.
       token_experts: `TokenExperts` ``[v, k]``, or None.
       norm: module that maps ``[..., h]`` to ``[..., h]``, or None.
+      logit_cap: static bound of the logits, or None.
       adapter: module that maps ``[..., h]`` to ``[..., e]``, which is added to the logits; None
         (default) for none.
       router: static `Router`, the rule that turns logits into experts.
@@ -92,6 +94,7 @@ class TokenRouter(nnx.Module):
         scale: Float[Array, " e"] | None = None,
         token_experts: Int32[Array, "v k"] | None = None,
         norm: Callable | None = None,
+        logit_cap: float | None = None,
         target: Target | None = None,
         dtype=jnp.bfloat16,
         param_dtype=jnp.float32,
@@ -119,6 +122,7 @@ class TokenRouter(nnx.Module):
             default, lets the router choose experts.
           norm: module that maps ``x [..., h]`` to ``[..., h]``, which the router reads in place of
             `x`. Defaults to None.
+          logit_cap: positive bound of the logits (Laguna). Defaults to None, for no bound.
           target: the device to run on. None takes JAX's default device.
           dtype: dtype to which tokens are cast: bfloat16 (the default), float16 or float32. Take
             that of the block.
@@ -150,7 +154,7 @@ class TokenRouter(nnx.Module):
         self.logit_bias = wrap_value(nnx.Param, logit_bias)
         self.scale = wrap_value(nnx.Param, scale)
         self.token_experts = wrap_value(TokenExperts, token_experts)
-        self.norm = norm
+        self.norm, self.logit_cap = norm, logit_cap
         self.adapter: Callable[..., Any] | None = nnx.data(None)
 
     def __call__(
@@ -202,7 +206,10 @@ class TokenRouter(nnx.Module):
         if not (rows.dtype == jnp.bfloat16 and self.target.platform == "cuda"):
             rows, weight = rows.astype(jnp.float32), weight.astype(jnp.float32)
         logits = dense(rows, weight, bias=read_value(self.logit_bias), target=self.target)
-        return logits if self.adapter is None else logits + self.adapter(seen).astype(logits.dtype)
+        if self.adapter is not None:
+            logits += self.adapter(seen).astype(logits.dtype)
+        cap = self.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _find_experts(self, x, token_ids):
         """Return the experts of the tokens ``[t, k]``, or None if the router chooses them."""

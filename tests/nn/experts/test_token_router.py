@@ -187,3 +187,18 @@ def test_routers_on_a_mesh(dispatch):
         for ours, theirs in zip(moe.route(X, *further), alone(X, *further), strict=True):
             np.testing.assert_allclose(ours, np.asarray(theirs), rtol=1e-6)
     assert len(one.token_router.weight.get_value().sharding.device_set) == 1
+
+
+def test_logits_with_a_bound():
+    """The bound changes logits before they choose and weigh experts."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 64)), jnp.float32)
+    plain = TokenRouter(8, 64, top_k=2, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    weight = plain.weight.get_value()
+    bounded = TokenRouter(8, 64, top_k=2, weight=weight, logit_cap=0.5, dtype=jnp.float32)
+    logits = 0.5 * np.tanh(np.asarray(plain.logits(x)) / 0.5)
+    np.testing.assert_allclose(bounded.logits(x), logits, rtol=1e-6)
+    ids, weights = bounded(x)
+    chosen = np.exp(np.take_along_axis(logits, np.asarray(ids), axis=-1))
+    expected = chosen / chosen.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+    assert np.abs(plain(x)[1] - weights).max() > 0.01
