@@ -78,7 +78,7 @@ OTHER_DEFAULTS = {
     "bailing_hybrid": {"linear_head_dim"},
     "minimax_m3": {"num_key_value_heads", "rotary_dim"},
     "gemma4": {"attention_k_eq_v", "final_logit_softcapping", "head_dim", "num_key_value_heads"}
-    | {"num_global_key_value_heads", "sliding_window"},
+    | {"num_global_key_value_heads", "sliding_window", "enable_moe_block"},
     "step3p7": {"layer_types", "moe_router_scaling_factor", "num_sliding_attention_heads"}
     | {"rope_parameters", "swiglu_limits", "swiglu_limits_shared"},
     "nemotron_h": {"mamba_num_heads", "num_key_value_heads", "routed_scaling_factor"},

@@ -22,7 +22,7 @@ MODELS = sorted(
 # Those of them without experts, by the name of the family.
 DENSE_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "smollm3"),
-    *("exaone4", "gemma3", "gemma4_dense", "nemotron_h_dense"),
+    *("exaone4", "gemma3", "gemma4_dense", "gemma4_edge", "nemotron_h_dense"),
 )
 WITH_EXPERTS = [name for name in MODELS if name.split("-")[0] not in DENSE_FAMILIES]
 EXAMPLE = pathlib.Path(jax_nvfp4_moe.__file__).parent / "examples" / "tiny-python-moe"
