@@ -246,6 +246,10 @@ class Fields:
         """Return whether `name` is present and not null."""
         return self._config.get(name) is not None
 
+    def given(self, name: str) -> bool:
+        """Return whether `name` is present, if only as null."""
+        return name in self._config
+
     def require(self, holds: bool, problem: str) -> None:
         """Add a problem if `holds` is false."""
         if not holds:

@@ -28,6 +28,7 @@ from jax_nvfp4_moe.models.gemma3 import (
     read_activation,
     read_logit_cap,
 )
+from jax_nvfp4_moe.models.gemma4_edge import EDGE_KEYS, EdgeConfig, build_edge_model
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_layer_fields
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys
 from jax_nvfp4_moe.models.post_norms import NORM_KEYS, PostNormLayer, add, build_dense_parts
@@ -68,12 +69,23 @@ def read_config(config: Mapping[str, Any]) -> Gemma4Config | GemmaConfig:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
     fields = Fields(config)
-    _require_supported(fields, config)
+    # "vision" concerns the tokens of images alone.
+    fields.only("use_bidirectional_attention", (None, "vision"), None)
     read_activation(fields)
     attentions, cap = _read_attentions(fields, config), read_logit_cap(fields)
     if not fields.flag("enable_moe_block", False):
-        dense = read_dense(fields, attentions, eps=_EPS, tied=True, activation=ACTIVATION)
-        return GemmaConfig(**vars(dense), logit_cap=cap)
+        return _read_dense_model(fields, attentions, cap)
+    # None of the published models with experts has embeddings of layers, or shares keys.
+    fields.require(
+        not _read_layer_hidden(fields),
+        "hidden_size_per_layer_input: expected 0, because embeddings of single layers are not "
+        "supported beside experts",
+    )
+    fields.require(
+        fields.count("num_kv_shared_layers") == 0,
+        "num_kv_shared_layers: expected 0, because keys shared between layers are not supported "
+        "beside experts",
+    )
     top_k, total = fields.size("top_k_experts"), fields.size(*_EXPERTS)
     fields.relate(top_k <= total, f"top_k_experts: expected at most {total} experts, got {top_k}")
     read = read_sparse(
@@ -95,32 +107,46 @@ def read_unified_config(config: Mapping[str, Any]) -> Gemma4Config | GemmaConfig
     return read_config({"hidden_size_per_layer_input": 0, "sliding_window": 1024, **config})
 
 
-def _require_supported(fields, config):
-    """Add a problem for each option of other Gemma 4 models that is not supported."""
-    # The models E2B and E4B add an embedding to each layer, and share keys between layers.
+def _read_dense_model(fields, attentions, cap) -> GemmaConfig:
+    """Return the sizes of a model without experts."""
+    hidden, sharing = _read_layer_hidden(fields), fields.count("num_kv_shared_layers")
+    kinds = _read_kinds(fields)
     fields.require(
-        config.get("hidden_size_per_layer_input", 256) in (0, None),
-        "hidden_size_per_layer_input: expected 0, because embeddings of single layers are not "
-        "supported",
+        bool(hidden) or not sharing,
+        "num_kv_shared_layers: expected 0, because keys shared between layers are not supported "
+        "without embeddings of single layers (hidden_size_per_layer_input)",
     )
-    fields.require(
-        fields.count("num_kv_shared_layers") == 0,
-        "num_kv_shared_layers: expected 0, because keys shared between layers are not supported",
+    fields.relate(
+        set(kinds[: len(kinds) - sharing]) == set(kinds),
+        f"num_kv_shared_layers: expected fewer layers, so that one of each type has keys before "
+        f"them; got {sharing}",
     )
-    # "vision" concerns the tokens of images alone.
-    fields.only("use_bidirectional_attention", (None, "vision"), None)
+    vocabulary = fields.size("vocab_size")
+    own = fields.size("vocab_size_per_layer_input", default=262144)
+    fields.relate(
+        not hidden or own == vocabulary,
+        f"vocab_size_per_layer_input: expected {vocabulary}, the vocab_size; got {own}",
+    )
+    wide = fields.flag("use_double_wide_mlp", False)
+    dense = read_dense(fields, attentions, eps=_EPS, tied=True, activation=ACTIVATION)
+    sizes = {**vars(dense), "logit_cap": cap}
+    if not hidden:
+        return GemmaConfig(**sizes)
+    return EdgeConfig(**sizes, kinds=kinds, layer_hidden=hidden, sharing=sharing, wide=wide)
+
+
+def _read_layer_hidden(fields) -> int:
+    """Return the size of the embeddings of single layers, 0 for none."""
+    name = "hidden_size_per_layer_input"
+    return fields.count(name, 256) if fields.present(name) or not fields.given(name) else 0
 
 
 def _read_attentions(fields, config):
     """Return the sizes of the attention of each layer."""
-    count = fields.size("num_hidden_layers")
-    default = [SLIDING if (layer + 1) % PATTERN else FULL for layer in range(count)]
-    types = fields.layer_types((SLIDING, FULL), default)
-    types = (*types[:-1], FULL)  # as transformers does, whatever the file says
     shared, bias = fields.flag("attention_k_eq_v", False), fields.flag("attention_bias", False)
     window = fields.size("sliding_window", default=512)
     attentions = []
-    for layer, kind in enumerate(types):
+    for layer, kind in enumerate(_read_kinds(fields)):
         own = {**config, **_read_own_sizes(fields, config, layer, kind, shared)}
         own |= {"rope_parameters": _read_rope_fields(fields, config, kind), "rope_scaling": None}
         read = Fields(own)
@@ -141,6 +167,14 @@ def _read_attentions(fields, config):
         )
         fields.problems += read.problems
     return tuple(attentions)
+
+
+def _read_kinds(fields) -> tuple[str, ...]:
+    """Return the kind of attention of each layer."""
+    count = fields.size("num_hidden_layers")
+    default = [SLIDING if (layer + 1) % PATTERN else FULL for layer in range(count)]
+    types = fields.layer_types((SLIDING, FULL), default)
+    return (*types[:-1], FULL)  # as transformers does, whatever the file says
 
 
 def _read_own_sizes(fields, config, layer, kind, shared):
@@ -279,6 +313,8 @@ def build_moe(config: Gemma4Config | GemmaConfig, layer: int, make: Builder) -> 
 
 def build_model(config: Gemma4Config | GemmaConfig, make: Builder) -> Decoder:
     """Make the whole model."""
+    if isinstance(config, EdgeConfig):
+        return build_edge_model(config, make)
 
     def build_layer(layer):
         scale = make.variable(f"layers.{layer}.scale", (1,))
@@ -309,6 +345,7 @@ KEYS = {
     **gated_mlp_keys("layers.*.mlp", f"{_LAYER}.mlp"),
     **gated_mlp_keys("layers.*.mlp.shared_experts", f"{_LAYER}.mlp"),
     **NORM_KEYS,
+    **EDGE_KEYS,
     "layers.*.scale": f"{_LAYER}.layer_scalar",
     "layers.*.mlp.shared_experts.norm": f"{_LAYER}.pre_feedforward_layernorm",
     "layers.*.mlp.shared_experts.post_norm": f"{_LAYER}.post_feedforward_layernorm_1",

@@ -74,8 +74,10 @@ def build_dense_parts(
     before: bool,
     activation: str = "silu",
     centered: bool = False,
+    build_attention: Callable[..., Any] = build_attention,
+    intermediate: int | None = None,
 ) -> tuple[Any, ...]:
-    """Make the parts of a `PostNormLayer` with a grouped-query attention and a dense MLP.
+    """Make the parts of a `PostNormLayer` with a dense MLP.
 
     Args:
       config: the sizes of the model.
@@ -84,8 +86,12 @@ def build_dense_parts(
       before: whether the layer also has the norms before its parts.
       activation: the activation of the MLP.
       centered: whether the norms in the file store ``weight - 1``.
+      build_attention: takes the sizes, the index of a layer and `make`, and returns its attention.
+        Grouped-query attention by default.
+      intermediate: the intermediate size of the MLP. None takes that of the sizes.
     """
     path, h = f"layers.{layer}", config.hidden
+    width = config.dense_intermediate if intermediate is None else intermediate
 
     def norm(name):
         return make.norm(f"{path}.{name}", h, config.eps, centered=centered)
@@ -96,7 +102,7 @@ def build_dense_parts(
         build_attention(config, layer, make),
         norm("attention_post_norm"),
         norm("mlp_norm") if before else None,
-        build_gated_mlp(make, f"{path}.mlp", h, config.dense_intermediate, build),
+        build_gated_mlp(make, f"{path}.mlp", h, width, build),
         norm("mlp_post_norm"),
     )
 

@@ -87,6 +87,8 @@ FAULTS = [
     ("gemma3-modelopt-w4a16", {"rope_parameters": None, "rope_theta": 5e3}),
     ("gemma4_dense-modelopt-w4a16", {"final_logit_softcapping": 20.1}),
     ("gemma4_dense-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    ("gemma4_edge-modelopt-w4a16", {"sliding_window": 7}),
+    ("gemma4_edge-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
     ("nemotron_h_dense-modelopt-w4a16", {"time_step_min": 0.05}),
     ("nemotron_h_dense-modelopt-w4a16", {"layer_norm_epsilon": 1e-3}),
     ("exaone4-modelopt-w4a16", {"sliding_window": None, "layer_types": None}),

@@ -1,10 +1,15 @@
 """Test configs of dense models as their owners publish them, and as older files spell them."""
 
 import json
+import logging
 
+import numpy as np
 import pytest
-from support.files.given import CHECKPOINTS
+from support.files.checkpoint_edits import edited
+from support.files.given import CHECKPOINTS, reference_tensors
+from support.models.architecture import KERNELS, run
 
+from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.models.config_keys import refuse_unread_keys
 from jax_nvfp4_moe.models.loading import find_architecture
@@ -296,3 +301,30 @@ def test_the_factor_of_gemma_3_is_in_its_positions():
 def test_a_gemma_4_without_a_word_of_experts_is_dense():
     config = given("gemma4_dense")
     assert read(config, enable_moe_block=None) == read(config)
+
+
+def test_the_layers_of_gemma_4_that_share_keys():
+    """Each layer without keys attends to those of the last layer of its kind that has some."""
+    sizes = read(given("gemma4_edge"))
+    assert [sizes.shares(layer) for layer in range(5)] == [False, False, False, True, True]
+    assert [sizes.hands_on(layer) for layer in range(5)] == [False, True, True, False, False]
+    apart = read(given("gemma4_edge"), num_kv_shared_layers=None)
+    assert not any(apart.shares(layer) or apart.hands_on(layer) for layer in range(5))
+
+
+def test_keys_of_layers_that_share_those_of_others_are_left_out(tmp_path, caplog):
+    """Published files hold them."""
+    source = CHECKPOINTS / "gemma4_edge-modelopt-w4a16"
+    stem = "model.language_model.layers"
+
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith(f"{stem}.2.self_attn.")]:
+            if ".k_" in name or ".v_" in name:
+                tensors[name.replace(".2.", ".4.")] = tensors[name]
+
+    folder = edited(tmp_path, source.name, change)
+    caplog.set_level(logging.INFO)
+    ids = reference_tensors(source)["input_ids"].astype(np.int32)
+    one, other = (run(load_model(path, **KERNELS), ids) for path in (source, folder))
+    np.testing.assert_array_equal(one, other)
+    assert "keys and values of layers that attend to those of others" in caplog.text

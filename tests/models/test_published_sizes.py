@@ -84,7 +84,7 @@ OTHER_DEFAULTS = {
     "bailing_hybrid": {"linear_head_dim"},
     "minimax_m3": {"num_key_value_heads", "rotary_dim"},
     "gemma4": {"attention_k_eq_v", "final_logit_softcapping", "head_dim", "num_key_value_heads"}
-    | {"num_global_key_value_heads", "sliding_window"},
+    | {"num_global_key_value_heads", "sliding_window", "enable_moe_block"},
     "cohere2_moe": {"expert_selection_fn", "layer_types", "logit_scale", "mlp_layer_types"}
     | {"norm_topk_prob", "num_key_value_heads", "prefix_dense_intermediate_size"}
     | {"rms_norm_eps", "rope_parameters"},

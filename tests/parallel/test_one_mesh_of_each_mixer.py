@@ -26,6 +26,7 @@ FOLDERS = (
     "nemotron_h-modelopt-w4a16",  # channels of x, B and C, each in parts of its own
     "qwen3_next-modelopt-w4a16",  # channels of queries, keys and values
     "gemma3-modelopt-w4a16",  # norms of what all shards add up
+    "gemma4_edge-modelopt-w4a16",  # keys of an earlier layer, and the rows of a second embedding
 )
 
 

@@ -202,6 +202,7 @@ WRITTEN = (
     "qwen3_5-modelopt-w4a16",
     "gemma3-modelopt-w4a16",
     "gemma4_dense-modelopt-w4a16",
+    "gemma4_edge-modelopt-w4a16",
     "nemotron_h_dense-modelopt-w4a16",
     "exaone4-modelopt-w4a16",
     "smollm3-modelopt-w4a16",
@@ -228,7 +229,7 @@ WRITTEN = (
 NO_LINEARS = (
     *(".conv1d", ".conv.conv", ".A_log", ".embed_tokens"),
     *(".wo_a", ".ape", "_fn", ".hc_head*"),  # of DeepSeek-V4
-    "multi_modal_projector*",  # of Gemma 3
+    *("multi_modal_projector*", ".embed_tokens_per_layer"),  # of Gemma 3 and 4
 )
 
 

@@ -134,6 +134,37 @@ DENSE_MODELS = {
         },
         model="Gemma4ForConditionalGeneration",
     ),
+    "gemma4_edge": Architecture(
+        "gemma4",
+        {
+            "text_config": dense(num_hidden_layers=5)
+            | GEMMA4
+            | {
+                "layer_types": ["sliding_attention", *GEMMA4["layer_types"] * 2],
+                "hidden_size_per_layer_input": 16,
+                "vocab_size_per_layer_input": 64,
+                "vocab_size": 64,
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+                "intermediate_size": 32,
+            }
+        },
+        prompt=(1, 16),
+        model="Gemma4ForConditionalGeneration",
+    ),
+    "gemma4_edge-variant": Architecture(
+        "gemma4_text",
+        dense(num_hidden_layers=4)
+        | GEMMA4
+        | {
+            "layer_types": GEMMA4["layer_types"] * 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 128,
+            "num_kv_shared_layers": 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
     "gemma4_unified": Architecture(
         "gemma4_unified_text",
         {n: v for n, v in (dense() | GEMMA4).items() if n != "hidden_size_per_layer_input"}

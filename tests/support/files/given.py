@@ -25,6 +25,7 @@ DENSE_FAMILIES = (
     "exaone4",
     "gemma3",
     "gemma4_dense",
+    "gemma4_edge",
     "granite",
     "granitehybrid",
     "llama",
