@@ -58,6 +58,7 @@ LEFT_OUT = (
     r"re:.*multi_modal_projector.*",
 )
 EXPERTS = r"re:.*\.experts\.\d+\..*_proj$"
+MLP_LINEARS = r"re:.*\.(mlp|shared_mlp)\.\w*(proj|linear)$"
 ATTENTION_LINEARS = r"re:.*(self_attn|mixer|linear_attn)\.\w*proj\w*$"
 
 FORMS: dict[str, ModelOpt | LlmCompressor] = {
@@ -90,6 +91,15 @@ FORMS: dict[str, ModelOpt | LlmCompressor] = {
         {
             "config_groups": {
                 "experts": {"targets": [EXPERTS], "preset": "NVFP4A16"},
+                "attention": {"targets": [ATTENTION_LINEARS], "preset": "FP8_DYNAMIC"},
+            },
+            "ignore": LEFT_OUT,
+        }
+    ),
+    "ct-mixed-dense": LlmCompressor(
+        {
+            "config_groups": {
+                "mlps": {"targets": [MLP_LINEARS], "preset": "NVFP4"},
                 "attention": {"targets": [ATTENTION_LINEARS], "preset": "FP8_DYNAMIC"},
             },
             "ignore": LEFT_OUT,
