@@ -119,3 +119,6 @@ class LayerNorm(nnx.Module):
         x = stream.x if stream.added is None else stream.x + stream.added
         weight, bias = self.weight.get_value(), self.bias.get_value()
         return x, layer_normalize(x, weight, bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm  # the norms of a residual stream
