@@ -22,7 +22,7 @@ from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
-from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
+from jax_nvfp4_moe.nn.norm import Norm, Residual
 from jax_nvfp4_moe.nn.packing import find_places, is_unpacked, pack, pack_like, unpack
 from jax_nvfp4_moe.nn.variables import read_bias
 from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
@@ -106,7 +106,7 @@ class DecoderLayer(nnx.Module):
       mlp: a dense MLP or an expert block.
     """
 
-    def __init__(self, attention_norm: RMSNorm, attention, mlp_norm: RMSNorm, mlp):
+    def __init__(self, attention_norm: Norm, attention, mlp_norm: Norm, mlp):
         """Make a layer of its four parts."""
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
@@ -161,7 +161,7 @@ class Decoder(nnx.Module):
         config,
         embedding: nnx.Param,
         layers: Sequence[Any],
-        norm: RMSNorm,
+        norm: Norm,
         head: Callable | None,
         *,
         dtype: DTypeLike,

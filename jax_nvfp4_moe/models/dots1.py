@@ -32,6 +32,9 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
+    # Published files call their sigmoid scores by the name of the method that corrects them.
+    own = config.get("scoring_func")
+    config = {**config, "scoring_func": "sigmoid" if own == "noaux_tc" else own}
     fields = Fields(config)
     return read_sparse(
         fields,

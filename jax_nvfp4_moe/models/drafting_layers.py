@@ -40,7 +40,7 @@ MTP: Mapping[str, str] = {
     "further.*": "mtp.layers.*",
     "all": "mtp",
 }
-BEHIND: Mapping[str, str] = {
+BEHIND: dict[str, str] = {
     "joint": "model.layers.{first}.eh_proj",
     "embedding_norm": "model.layers.{first}.enorm",
     "hidden_norm": "model.layers.{first}.hnorm",

@@ -2,7 +2,7 @@
 
 It has grouped-query attention with normalized heads. Its router has sigmoid scores.
 
-Source: `modeling_hy_v3` of transformers.
+Source: `modeling_hy_v3` of transformers, and `hy_v3_mtp` of vLLM for the drafting layer.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.drafting_layers import BEHIND, one_layer
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import (
@@ -93,4 +94,12 @@ KEYS = {
         f"{_BLOCK}.e_score_correction_bias",
     ),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+ARCHITECTURE = Architecture(
+    read_config,
+    build_model,
+    build_moe,
+    KEYS,
+    drafting=one_layer(
+        BEHIND | {"norm": "model.layers.{first}.final_layernorm"}, build_attention, build_moe
+    ),
+)

@@ -116,7 +116,7 @@ def _read_attention(fields, config, rope) -> GQAConfig:
     )
     if fields.problems:
         return attention
-    divided = np.float32(frequencies) / np.float32(factors)
+    divided = np.asarray(frequencies, np.float32) / np.asarray(factors, np.float32)
     scaled = Rope(tuple(divided.tolist()), scale=float(rope["short_mscale"]))
     return dataclasses.replace(attention, rope=scaled)
 

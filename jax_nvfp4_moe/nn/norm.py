@@ -119,3 +119,6 @@ class LayerNorm(nnx.Module):
         """Return the sum of the residual stream, and the normalized sum, ``[b, t, h]`` each."""
         x = stream.x if stream.added is None else stream.x + stream.added
         return x, self(x)
+
+
+Norm = RMSNorm | LayerNorm  # the norms of a residual stream

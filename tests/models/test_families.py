@@ -370,6 +370,7 @@ def test_published_names_of_sizes():
         },
     )
     assert kimi == read("kimi_linear")
+    assert read("dots1", scoring_func="noaux_tc") == read("dots1")
     hunyuan = read("hunyuan_v1_moe", moe_topk=[2, 2], moe_intermediate_size=[48, 48])
     assert hunyuan == read("hunyuan_v1_moe")
     sparse = {

@@ -33,6 +33,16 @@ DEEPSEEK_V4 = {
     "layer": "mtp.0",
     "norm": "mtp.0.norm",
 }
+# Drafting layers that follow those of a model, by the names of their parts: those of DeepSeek-V3
+# and GLM, and those of Hy3.
+BEHIND = {
+    "joint": "eh_proj",
+    "embedding": "enorm",
+    "hidden": "hnorm",
+    "layer": "",
+    "norm": "shared_head.norm",
+}
+HY3 = BEHIND | {"norm": "final_layernorm"}
 # The folder of a checkpoint -> how its drafting layers are called, and the layers of the model that
 # they are like.
 DRAFTED = {
@@ -40,29 +50,18 @@ DRAFTED = {
     "qwen3_next-modelopt-w4a16": (QWEN, (1,)),
     "qwen3_5_moe-modelopt-w4a16": (QWEN, (1,)),
     "qwen3_5-modelopt-w4a16": (QWEN, (1,)),
-    "kimi_k2-modelopt-w4a16": (None, (1,)),
-    "deepseek_v3-direct-modelopt-w4a16": (None, (1,)),
-    "glm4_moe-groups-modelopt-w4a16": (None, (1,)),
-    "glm4_moe_lite-modelopt-w4a16": (None, (0,)),
-    "deepseek_v32-modelopt-w4a16": (None, (1,)),
-    "glm_moe_dsa-modelopt-w4a16": (None, (1,)),
+    "kimi_k2-modelopt-w4a16": (BEHIND, (1,)),
+    "deepseek_v3-direct-modelopt-w4a16": (BEHIND, (1,)),
+    "glm4_moe-groups-modelopt-w4a16": (BEHIND, (1,)),
+    "glm4_moe_lite-modelopt-w4a16": (BEHIND, (0,)),
+    "deepseek_v32-modelopt-w4a16": (BEHIND, (1,)),
+    "glm_moe_dsa-modelopt-w4a16": (BEHIND, (1,)),
+    "hy_v3-modelopt-w4a16": (HY3, (0,)),
     "deepseek_v4-modelopt-w4a16": (DEEPSEEK_V4, (0,)),
     "nemotron_h-modelopt-w4a16": (NEMOTRON, (1, 2)),
     "nemotron_h-latent-modelopt-w4a16": (NEMOTRON, (2, 1)),
 }
 _SCALES = re.compile(r"\.(weight|input)_scale(_2)?$")
-
-
-def behind(layers: int) -> dict[str, str]:
-    """Return the names of drafting layers that follow the `layers` layers of a model."""
-    stem = f"model.layers.{layers}"
-    return {
-        "joint": f"{stem}.eh_proj",
-        "embedding": f"{stem}.enorm",
-        "hidden": f"{stem}.hnorm",
-        "layer": stem,
-        "norm": f"{stem}.shared_head.norm",
-    }
 
 
 def read_shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
@@ -96,7 +95,10 @@ def drafting_names(folder: pathlib.Path) -> dict[str, str]:
     names, _ = DRAFTED[folder.name]
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
-    return names or behind(config["num_hidden_layers"])
+    if names.get("layer"):
+        return names
+    stem = f"model.layers.{config['num_hidden_layers']}"
+    return {part: f"{stem}.{name}".rstrip(".") for part, name in names.items()}
 
 
 def _of_streams(made: dict, hidden: int) -> dict[str, tuple[int, ...]]:
