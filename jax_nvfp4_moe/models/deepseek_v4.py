@@ -8,7 +8,7 @@ Source: `modeling_deepseek_v4` of transformers.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -256,11 +256,26 @@ class StreamLayer(nnx.Module):
       attention: the attention.
       mlp_connection: reads and writes the streams around the experts.
       mlp_norm: the norm before the experts.
-      mlp: the expert block.
+      mlp: the expert block, or a dense MLP.
     """
 
-    def __init__(self, config: DeepseekV4Config, layer: int, make: Builder):
-        """Build the layer with the index `layer`."""
+    def __init__(
+        self,
+        config: Any,
+        layer: int,
+        make: Builder,
+        build_attention: Callable[..., Any],
+        build_mlp: Callable[..., Any],
+    ):
+        """Build the layer with the index `layer`.
+
+        Args:
+          config: the sizes of the model, of which `streams`, `hidden` and `eps` are used here.
+          layer: the index.
+          make: builds the parts.
+          build_attention: takes the three arguments above, and returns the attention.
+          build_mlp: takes the same arguments, and returns the expert block or the dense MLP.
+        """
         path, sizes = f"layers.{layer}", config.streams
         self.attention_connection = HyperConnection(sizes, make, f"{path}.attention_connection")
         self.attention_norm: RMSNorm = make.norm(
@@ -269,7 +284,7 @@ class StreamLayer(nnx.Module):
         self.attention = build_attention(config, layer, make)
         self.mlp_connection = HyperConnection(sizes, make, f"{path}.mlp_connection")
         self.mlp_norm: RMSNorm = make.norm(f"{path}.mlp_norm", config.hidden, config.eps)
-        self.mlp = build_moe(config, layer, make)
+        self.mlp = build_mlp(config, layer, make)
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
         """Return the empty cache entries of `batch` rows."""
@@ -284,7 +299,8 @@ class StreamLayer(nnx.Module):
             x = connection.apply(x, y)
         with jax.named_scope("mlp"):
             read, connection = self.mlp_connection(x)
-            own = (ids,) if self.mlp.token_router.token_experts is not None else ()
+            router = getattr(self.mlp, "token_router", None)
+            own = (ids,) if getattr(router, "token_experts", None) is not None else ()
             y = self.mlp(self.mlp_norm(read), *own)
             return Streams(connection.apply(x, y), ids), entries
 
@@ -296,7 +312,7 @@ class StreamDecoder(Decoder):
       collapse: makes one vector of the streams before the last norm.
     """
 
-    collapse: StreamCollapse
+    collapse: Callable[..., Any]
 
     def open_stream(self, table, input_ids) -> Streams:
         """Return the streams, which all begin with the vectors of the tokens."""
@@ -392,7 +408,7 @@ def build_model(config: DeepseekV4Config, make: Builder) -> Decoder:
     """Make the whole model."""
 
     def build_layer(layer):
-        return StreamLayer(config, layer, make)
+        return StreamLayer(config, layer, make, build_attention, build_moe)
 
     model = build_around(config, make, build_layer, tied=config.tied, decoder=StreamDecoder)
     assert isinstance(model, StreamDecoder)
@@ -469,7 +485,7 @@ def _build_drafting_layers(config: DeepseekV4Config, make: Builder) -> list[Stre
     """Make the drafting layer, which has no table of experts."""
     attention = (config.drafting_attention,)
     own = dataclasses.replace(config, num_layers=1, attention=attention, hash_layers=frozenset())
-    return [StreamLayer(own, 0, make)]
+    return [StreamLayer(own, 0, make, build_attention, build_moe)]
 
 
 def _complete_drafter(config: DeepseekV4Config, make: Builder, *parts, **own) -> StreamDrafter:

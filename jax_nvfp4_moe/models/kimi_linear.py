@@ -180,7 +180,8 @@ def build_model(config: SparseConfig, make: Builder) -> Decoder:
 _MIXERS = ("model.layers.*.self_attn", "model.layers.*.attention")
 _OUTPUTS = ("o_proj", "dense")  # and of its last linear
 _BIASES = ("gate.e_score_correction_bias", "gate.expert_bias")  # and of the router's bias
-_DELTA = {
+# Where the parts of a Kimi delta attention stand below its name in the file.
+DELTA_PARTS = {
     "projections.q": "q_proj",
     "projections.k": "k_proj",
     "projections.v": "v_proj",
@@ -193,7 +194,7 @@ _DELTA = {
     "conv.v": "v_conv1d.weight",
 }
 # transformers 5 keeps these one module deeper in memory, and so do ModelOpt's files.
-_FORGET = {"decay_down": "f_a_proj", "A_log": "A_log", "dt_bias": "dt_bias"}
+FORGET_PARTS = {"decay_down": "f_a_proj", "A_log": "A_log", "dt_bias": "dt_bias"}
 
 
 def _keys(up: str, decay: str, blocks: tuple[str, ...]) -> KeyTable:
@@ -211,8 +212,8 @@ def _keys(up: str, decay: str, blocks: tuple[str, ...]) -> KeyTable:
         **DECODER_KEYS,
         "embedding": ("model.embed_tokens.weight", "model.word_embeddings.weight"),
         **below(path, _MIXERS, ATTENTION_PARTS),
-        **below(path, _MIXERS, _DELTA | {"gate_up": up, "gate": "g_proj"}),
-        **below(path, (*_MIXERS, *forget), _FORGET | {"decay_up": decay}),
+        **below(path, _MIXERS, DELTA_PARTS | {"gate_up": up, "gate": "g_proj"}),
+        **below(path, (*_MIXERS, *forget), FORGET_PARTS | {"decay_up": decay}),
         **dict.fromkeys((f"{path}.out", f"{path}.out_proj"), outputs),
         **gated_mlp_keys("layers.*.mlp", blocks),
         **moe_keys(*blocks, shared="shared_experts"),

@@ -26,6 +26,7 @@ from support.models.architecture import EXACT, logit_error, run
 from jax_nvfp4_moe import CheckpointError, load_model, quantize_model
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.models.loading import find_architecture
+from jax_nvfp4_moe.nn.attention.latent_attention import MLAConfig
 
 
 def given(name):
@@ -148,6 +149,16 @@ def keep_deepseek_v4_in_memory(tensors):
         tensors[new] = tensors.pop(name)
 
 
+def publish_glm5_next(tensors):
+    """Rename tensors of GLM-5-Next as in published files, with one convolution per projection."""
+    for name in list(tensors):
+        new = name.replace(".forget_gate", "")
+        for part in ("attn", "ffn"):
+            new = new.replace(f".{part}_hc.", f".hc_{part}_")
+        tensors[new] = tensors.pop(name)
+    split_convolution(tensors, "model.language_model.layers.0.self_attn")
+
+
 def keep_laguna_in_memory(tensors):
     """Rename tensors of Laguna as transformers 5 does in memory."""
     for name in list(tensors):
@@ -198,6 +209,7 @@ def keep_phimoe_in_memory(tensors):
         ("deepseek_v4", keep_deepseek_v4_in_memory),
         ("exaone_moe", keep_in_memory),
         ("granitemoe", keep_in_memory),
+        ("glm5_next", publish_glm5_next),
         ("laguna", keep_laguna_in_memory),
         ("mimo_v2_flash", keep_mimo_in_memory),
     ],
@@ -433,6 +445,7 @@ NAMES = {
     "exaone_moe": ((*COUNT, "n_routed_experts"),),
     "glm4_moe-groups": ((*COUNT, "n_routed_experts"),),
     "glm4v_moe": ((*COUNT, "n_routed_experts"),),
+    "glm5_next": (ROUTED,),
     "glm_moe_dsa": (ROUTED,),
     "gpt_oss": (COUNT, ("num_experts_per_tok", "experts_per_token")),
     "granitemoe": (COUNT,),
@@ -549,6 +562,22 @@ def test_published_names_of_mimo():
     assert read("mimo_v2_flash", **published | {"swa_rope_theta": 99.0}) != mimo
 
 
+def test_published_names_of_glm5_next():
+    """Published files have the sizes of linear attention in an object."""
+    given = read("glm5_next")
+    names = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "linear_lower_bound")
+    inner = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "gate_lower_bound": -4.0}
+    nothing = dict.fromkeys(names)
+    assert read("glm5_next", **nothing, linear_attn_config=inner) == given
+    assert read("glm5_next", **nothing, linear_attn_config=inner | {"num_heads": 2}) != given
+    unbounded = inner | {"gate_lower_bound": None}
+    glm = read("glm5_next", **nothing, linear_attn_config=unbounded | {"safe_gate": False})
+    assert glm.attention[0].lower_bound is None
+    glm = read("glm5_next", **nothing, linear_attn_config=unbounded)
+    assert glm.attention[0].lower_bound == -5.0
+    assert read("glm5_next", layer_types=["linear_attention", "full_attention"]) == given
+
+
 def test_layers_with_two_digits_have_their_own_sizes():
     """transformers writes their indices with zeros before them."""
     plain = {"layer_types": None, "num_hidden_layers": 12}
@@ -606,6 +635,9 @@ def test_layers_are_as_transformers_derives_them():
     assert [one.window for one in mimo.attention] == [None, 6, 6, 6, 6, None, 6, 6]
     assert [one.num_kv_heads for one in mimo.attention] == [1, 2, 2, 2, 2, 1, 2, 2]
     assert mimo.dense_layers == {0}
+    glm = read("glm5_next", **plain, indexer_types=None)
+    assert [isinstance(one, MLAConfig) for one in glm.attention] == ([False] * 3 + [True]) * 2
+    assert glm.dense_layers == {0, 1, 2}
     deepseek = read("deepseek_v4", layer_types=None, mlp_layer_types=None, num_hidden_layers=6)
     kinds = [one.pool and one.pool.rate for one in deepseek.attention]
     assert kinds == [5, 5, 5, 2, 5, 2]
@@ -746,6 +778,14 @@ def test_layers_are_as_transformers_derives_them():
             {"layer_types": None, "compress_ratios": [0, 4, 5]},
             "compress_ratios: expected a list of 3 values from 0, 4, 128",
         ),
+        ("glm5_next", {"qk_rope_head_dim": 8}, "qk_rope_head_dim: expected 0, because"),
+        ("glm5_next", {"index_topk": 7}, "index_topk: expected a multiple of 3 tokens of a window"),
+        ("glm5_next", {"linear_lower_bound": 1.0}, "linear_lower_bound: expected a negative numb"),
+        ("glm5_next", {"indexer_types": ["full", "shared"]}, "indexer_types: expected full for"),
+        ("glm5_next", {"indexer_types": None, "index_topk_freq": 2}, "indexer_types: expected fu"),
+        ("glm5_next", {"index_kpool_always_select_tail": False}, "tail: False is not supported"),
+        ("glm5_next", {"num_key_value_heads": 2}, "num_key_value_heads: 2 is not supported"),
+        ("glm5_next", {"swiglu_limit": 0.0}, "swiglu_limit: expected a positive number"),
         ("laguna", {"gating": False}, "gating: False is not supported"),
         ("laguna", {"gating_types": ["per_element"] * 3}, "gating_types: expected per_head"),
         ("laguna", {"mlp_only_layers": [0, 1]}, "mlp_only_layers: expected .0., the dense layers"),

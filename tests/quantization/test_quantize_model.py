@@ -223,6 +223,7 @@ WRITTEN = (
     "laguna-modelopt-w4a16",
     "cohere2_moe-modelopt-w4a16",
     "mimo_v2_flash-modelopt-w4a16",
+    "glm5_next-modelopt-w4a16",
 )
 
 
@@ -230,6 +231,7 @@ NO_LINEARS = (
     *(".conv1d", ".conv.conv", ".A_log", ".embed_tokens"),
     *(".wo_a", ".ape", "_fn", ".hc_head*"),  # of DeepSeek-V4
     *("multi_modal_projector*", ".embed_tokens_per_layer"),  # of Gemma 3 and 4
+    *("_hc*", "_compress_ape", "_compress_gate"),  # of GLM-5-Next
 )
 
 

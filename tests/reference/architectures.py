@@ -6,7 +6,7 @@ from typing import Any
 from tests.reference.architecture import YARN
 from tests.reference.dense_models import DENSE_MODELS
 from tests.reference.grouped_query_models import GROUPED_QUERY_MODELS
-from tests.reference.latent_models import LATENT_MODELS
+from tests.reference.latent_models import GLM5_NEXT, LATENT_MODELS
 from tests.reference.recurrent_models import RECURRENT_MODELS
 
 PUBLISHED_NEMOTRON = {
@@ -137,6 +137,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "attention_bias": True,
         "attention_value_scale": None,
+        "tie_word_embeddings": True,
+    },
+    "glm5_next": {
+        "text_config": GLM5_NEXT
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["indexed_attention", "linear_attention"] * 2,
+            "mlp_layer_types": ["sparse"] * 4,
+            "linear_lower_bound": None,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "n_group": 2,
+            "topk_group": 1,
+            "index_kpool": 2,
+            "tie_word_embeddings": True,
+        },
         "tie_word_embeddings": True,
     },
     "olmoe": {

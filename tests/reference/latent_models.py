@@ -9,6 +9,25 @@ INDEXER = {
     "index_n_heads": 8,
 }
 
+GLM5_NEXT = dense(**EXPERTS, **{k: v for k, v in MLA.items() if k != "first_k_dense_replace"}) | {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "n_routed_experts": 4,
+    "routed_scaling_factor": 1.5,
+    "qk_rope_head_dim": 0,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 6,
+    "index_kpool": 3,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_lower_bound": -4.0,
+    "swiglu_limit": 1.0,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+}
+
 LATENT_MODELS = {
     "deepseek_v3": Architecture(
         "deepseek_v3",
@@ -110,6 +129,24 @@ LATENT_MODELS = {
         )
         | {"vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1},
         stacked="rows",
+    ),
+    "glm5_next": Architecture(
+        "glm5_next",
+        {
+            "text_config": GLM5_NEXT,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "projection_intermediate_size": 16,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+        },
+        prompt=(1, 68),
+        model="Glm5NextForConditionalGeneration",
     ),
     "mistral4": Architecture(
         "mistral4",

@@ -10,7 +10,7 @@ from tests.reference.architecture import Architecture
 # Factors that start from one, as the weights of most norms do.
 FROM_ONE = (".D", "layer_scalar", "router.scale", "per_expert_scale", "hc.scale", "hc_scale")
 # Values of order one, because they are added to values of order one.
-OF_ORDER_ONE = ("sinks", "dt_bias", "router.proj.weight", "position_bias")
+OF_ORDER_ONE = ("sinks", "dt_bias", "router.proj.weight", "position_bias", "compress_ape")
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:

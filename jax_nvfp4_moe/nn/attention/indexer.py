@@ -99,8 +99,8 @@ class Indexer(nnx.Module):
         """
         q = unpack(self.queries(latent), positions)
         q = group_channels(q, self.sizes.head_dim)
-        weight, bias = self.norm_weight.get_value(), self.norm_bias.get_value()
-        k = layer_normalize(unpack(self.keys(x), positions), weight, bias, _EPS)[:, :, None, :]
+        k = unpack(self.keys(x), positions)
+        k = layer_norm_keys(k, self.norm_weight, self.norm_bias)[:, :, None, :]
         weights = unpack(self._weigh(x), positions)
         return self._rotate(q, positions), self._rotate(k, positions), weights
 
@@ -134,3 +134,10 @@ class Indexer(nnx.Module):
         record(self.head_weights, x)
         weight, target = self.head_weights.weight.get_value(), self.head_weights.target
         return dense(x, weight, target=target)
+
+
+def layer_norm_keys(
+    keys: Float[Array, "... d"], weight: nnx.Param, bias: nnx.Param
+) -> Float[Array, "... d"]:
+    """Return the keys of an indexer, normalized."""
+    return layer_normalize(keys, weight.get_value(), bias.get_value(), _EPS)

@@ -40,14 +40,14 @@ class PoolSizes:
       rate: number of tokens in a window, r.
       overlaps: whether a key also stands for the window before.
       head_dim: width of a key.
-      rope: rotation of the last channels.
+      rope: rotation of the last channels; None for no rotation.
       eps: epsilon of the norm of the keys.
     """
 
     rate: int
     overlaps: bool
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     eps: float
 
     @property
@@ -133,10 +133,24 @@ class KeyPool(nnx.Module):
           path: path of the module.
         """
         self.sizes, self.name, self.dtype = sizes, name, make.settings.dtype
-        rows = {"values": sizes.width, "gates": sizes.width}
-        self.projections = make.merged_linear(f"{path}.projections", hidden, rows)
         self.bias = make.variable(f"{path}.bias", (sizes.rate, sizes.width), dtype=jnp.float32)
-        self.norm = make.norm(f"{path}.norm", sizes.head_dim, sizes.eps)
+        self.build(hidden, make, path)
+
+    def build(self, hidden: int, make: Builder, path: str) -> None:
+        """Make the parts that `read` and `finish` use; the arguments are those of the class."""
+        rows = {"values": self.sizes.width, "gates": self.sizes.width}
+        self.projections = make.merged_linear(f"{path}.projections", hidden, rows)
+        self.norm = make.norm(f"{path}.norm", self.sizes.head_dim, self.sizes.eps)
+
+    def read(self, x: Float[Array, "... h"]) -> Float[Array, "... w"]:
+        """Return the values of tokens, and behind them their gates."""
+        return self.projections(x)
+
+    def finish(self, keys: Float[Array, "b c d"], index: Int32[Array, "b c"]):
+        """Return the keys ``[b, c, 1, d]`` of mixed values; `index` is that of each window."""
+        assert self.sizes.rope is not None
+        keys = self.norm(keys)[:, :, None, :]
+        return rotate_last(keys, index * self.sizes.rate, self.sizes.rope)
 
     @property
     def entries(self) -> tuple[str, str]:
@@ -174,7 +188,7 @@ class KeyPool(nnx.Module):
         span = Span.of(positions)
         first = span.start // rate  # the first window that is not full yet
         before = sizes.windows - 1
-        new = unpack(self.projections(x), positions)
+        new = unpack(self.read(x), positions)
         base = (first - before) * rate
         recent = Recent.extend(old, base, new, positions)
         count = (t + rate - 1) // rate  # so many windows may become full
@@ -209,5 +223,4 @@ class KeyPool(nnx.Module):
             mixed = jnp.concatenate([values[:, :-1, :, :d], mixed], axis=2)
             scores = jnp.concatenate([before, scores], axis=2)
         pooled = jnp.sum(jax.nn.softmax(scores, axis=2) * mixed, axis=2)
-        keys = self.norm(pooled.astype(self.dtype))[:, :, None, :]
-        return rotate_last(keys, index * sizes.rate, sizes.rope)
+        return self.finish(pooled.astype(self.dtype), index)

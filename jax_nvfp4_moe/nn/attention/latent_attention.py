@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.attention.indexer import IndexerSizes
+from jax_nvfp4_moe.nn.attention.key_pool import PoolSizes
 from jax_nvfp4_moe.nn.attention.kv_cache import build_keys_and_values, empty_entries
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.building.sharding import build_sharded
@@ -40,8 +41,6 @@ from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 _FEW_TOKENS = 8
 # Bytes up to which latents are expanded for all heads at once.
 _EXPANDED_BYTES = 1 << 30
-# Epsilon of the norms of latents. `modeling_deepseek_v3` does not pass rms_norm_eps to these norms.
-_LATENT_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +66,9 @@ class MLAConfig:
         ``1 + s * log(1 + floor(p / f))``. None for a factor of 1.
       gated: whether the result of each head is multiplied by the sigmoid of a gate.
       indexer: sizes of the indexer by which queries choose their keys; None if they see all keys.
+      pool: sizes of the windows that queries choose in place of keys; None if they choose keys.
+      eps: epsilon of the norms of latents. `modeling_deepseek_v3` does not pass rms_norm_eps to
+        these norms.
     """
 
     hidden: int
@@ -82,6 +84,8 @@ class MLAConfig:
     temperature: tuple[float, float] | None = None
     gated: bool = False
     indexer: IndexerSizes | None = None
+    pool: PoolSizes | None = None
+    eps: float = 1e-6
 
     @property
     def scale(self) -> float:
@@ -137,7 +141,7 @@ class LatentAttention(HeadParallel):
             name, first, own_bias = "q", width, False
         else:
             name, first, own_bias = "q_a", config.q_lora_rank, bias
-            self.q_norm = make.norm(f"{path}.q_norm", first, _LATENT_EPS)
+            self.q_norm = make.norm(f"{path}.q_norm", first, config.eps)
             self.q = make.linear(f"{path}.q", width, first)
         self.down = make.merged_linear(
             f"{path}.down",
@@ -145,7 +149,7 @@ class LatentAttention(HeadParallel):
             {name: first, "kv": rank + config.qk_rope_head_dim},
             {name: own_bias, "kv": bias},
         )
-        self.kv_norm = make.norm(f"{path}.kv_norm", rank, _LATENT_EPS)
+        self.kv_norm = make.norm(f"{path}.kv_norm", rank, config.eps)
         width = heads * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_up = make.converted_linear(
             f"{path}.kv_up", width, rank, functools.partial(_apart, config)
@@ -191,7 +195,7 @@ class LatentAttention(HeadParallel):
             cache,
             q_weight=self.q_norm.weight.get_value() if normalizes else None,
             kv_weight=self.kv_norm.weight.get_value(),
-            eps=_LATENT_EPS,
+            eps=config.eps,
             rope=config.rope,
             interleaved=config.interleaved,
             target=self.target,

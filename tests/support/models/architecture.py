@@ -30,6 +30,7 @@ EACH_MIXER = (
     "deepseek_v3-modelopt-mixed-w4a16-kv8",  # latent attention, FP8 cache
     "deepseek_v4-modelopt-w4a16",  # compressed keys
     "gemma4_edge-modelopt-w4a16",  # keys of an earlier layer, embeddings of single layers
+    "glm5_next-modelopt-w4a16",  # windows that an indexer chooses, beside Kimi delta attention
     "glm_moe_dsa-modelopt-w4a16",  # keys that an indexer chooses, also for a later layer
     "gpt_oss-modelopt-w4a16",  # windows and sinks
     "kimi_linear-modelopt-w4a16",  # Kimi delta attention beside latent attention
