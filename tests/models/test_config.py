@@ -12,7 +12,7 @@ from jax_nvfp4_moe.checkpoint.folder import merge_text_config, parse_object, rea
 from jax_nvfp4_moe.models.loading import find_architecture
 
 QWEN = CHECKPOINTS / "qwen3moe-modelopt-w4a16"
-EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps")
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps", "layer_norm_eps")
 FACTORS = (
     "routed_scaling_factor",
     "moe_router_scaling_factor",
@@ -177,7 +177,7 @@ def test_yarn_lengthens_every_family_that_rotates(folder):
     rope = {name: one | yarn for name, one in nested.items()} if nested else {**given, **yarn}
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rotates = config.get("position_embedding_type", "rope") == "rope"
-    rotates &= given.get("rope_type") != "longrope"  # Phi-3, where "yarn" is a name of the same
+    rotates &= config["model_type"] != "phi3"  # where "yarn" is a name of LongRoPE
     expected = 256 if rotates else config["max_position_embeddings"]
     assert sizes({**config, name: rope}).max_positions == expected
 
