@@ -16,7 +16,11 @@ import tempfile
 from whole_model import MODELS
 
 HERE = pathlib.Path(__file__).resolve().parent
-ARCHITECTURE = "Qwen3MoeForCausalLM"  # the one whose models the programs make
+# The architectures of the models that each program makes.
+ARCHITECTURES = {
+    "llama.cpp": ("Qwen3MoeForCausalLM", "LlamaForCausalLM"),
+    "transformers": ("Qwen3MoeForCausalLM",),
+}
 
 
 def add_peers(parser):
@@ -50,8 +54,9 @@ def time_peers(arguments, cells, new: int) -> list[dict]:
     for name in arguments.model:
         whole = MODELS[name].cut(arguments.layers)
         for peer, command in commands(arguments).items():
-            result = {"error": f"no model of the kind {whole.config['architectures'][0]}"}
-            if ARCHITECTURE in whole.config["architectures"]:
+            (kind,) = whole.config["architectures"]
+            result = {"error": f"no model of the kind {kind}"}
+            if kind in ARCHITECTURES[peer]:
                 result = _run(arguments.peer_python, command, whole.config, cells, new)
             results.append({"peer": peer, "model": name, **result})
             if "error" in result:

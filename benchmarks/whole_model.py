@@ -39,7 +39,7 @@ class WholeModel:
 
     Attributes:
       name: name on the command line.
-      case: sizes of one expert layer.
+      case: sizes of one expert layer, or None for a dense model.
       config: contents of ``config.json``.
       attention_layers: number of layers with a softmax attention, out of how many layers; the
         layers between have another mixer.
@@ -49,7 +49,7 @@ class WholeModel:
     """
 
     name: str
-    case: Case
+    case: Case | None
     config: Mapping[str, Any]
     attention_layers: tuple[int, int]
     heads: int
@@ -118,6 +118,39 @@ def _qwen36(name, case):
         },
     }
     return WholeModel(name, case, config, (1, 4), 16, 512)
+
+
+def _qwen36_27b():
+    config = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": 248320,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "max_position_embeddings": _LONGEST,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
+    }
+    return WholeModel("qwen3.6-27b", None, config, (1, 4), 24, 512)
+
+
+def _llama(name, **sizes):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": _LONGEST,
+        "rope_theta": 5e5,
+        **sizes,
+    }
+    return WholeModel(name, None, config, (1, 1), sizes["num_attention_heads"], 256)
 
 
 def _deepseek(name, case):
@@ -215,6 +248,23 @@ _TINY_QWEN3 = {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
+_LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+_TINY_LLAMA = _LLAMA_8B | {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 MODELS = {
     model.name: model
     for model in (
@@ -223,6 +273,9 @@ MODELS = {
         _nemotron3("nemotron3-nano", CASES["nemotron3-nano"]),
         _kimi_linear("kimi-linear-48b-a3b", Case("kimi-linear-48b-a3b", 2304, 1024, 256, 8)),
         _deepseek("deepseek-v3-4-layers", CASES["deepseek-v3"]),
+        _qwen36_27b(),
+        _llama("llama-3.1-8b", **_LLAMA_8B),
+        _llama("tiny-dense", **_TINY_LLAMA),  # to try the benchmarks themselves, as the next
         _qwen3("tiny", CASES["tiny"], **_TINY_QWEN3),  # to try the benchmarks themselves
     )
 }
@@ -238,10 +291,16 @@ class RandomWeights:
 
     absent: str | None = None
 
-    def __init__(self, case: Case, linear_format: str, dtype=jnp.bfloat16, fp8_cache: bool = False):
+    def __init__(
+        self,
+        case: Case | None,
+        linear_format: str,
+        dtype=jnp.bfloat16,
+        fp8_cache: bool = False,
+    ):
         """Store the sizes of the experts, the format of the other linear layers, and of the cache.
 
-        An FP8 cache has scales of 1.
+        A dense model has no `case`. An FP8 cache has scales of 1.
         """
         self._case, self._format, self._dtype = case, linear_format, dtype
         self._fp8_cache = fp8_cache
@@ -280,6 +339,7 @@ class RandomWeights:
         return _source(prefix, lambda: make(jax.random.key(seed), n, k))
 
     def experts(self, prefix, num_experts, hidden, intermediate, **options):
+        assert self._case is not None, prefix
         sizes = (num_experts, hidden, intermediate)
         assert sizes == (self._case.experts, self._case.hidden, self._case.intermediate), sizes
         seed = self._next_seed()
@@ -301,6 +361,10 @@ class RandomWeights:
     def same(self, module, name):
         """Return True: a head that is tied equals the embedding."""
         return True
+
+    def fork(self):
+        """Return this table, which is the reader of all parts too."""
+        return self
 
     def raise_problems(self):
         """Do nothing: values that are made here have no faults."""
@@ -418,6 +482,14 @@ def expected_active(case: Case, tokens: int) -> float:
     return case.experts * (1 - (1 - case.top_k / case.experts) ** tokens)
 
 
+def experts_floor(whole: WholeModel, tokens: int, ceilings: Ceilings) -> float:
+    """Return the lower bound of the time of all expert layers, in microseconds."""
+    if whole.case is None:
+        return 0.0
+    active = expected_active(whole.case, tokens)
+    return whole.layers_of_experts * floor_us(whole.case, tokens, active, ceilings)
+
+
 def cache_bytes(model, batch: int, length: float) -> tuple[float, float]:
     """Return the bytes of a cache that `length` tokens fill, and those of recurrent states."""
     short, long = (
@@ -430,11 +502,11 @@ def cache_bytes(model, batch: int, length: float) -> tuple[float, float]:
 
 def step_floor(whole, built, batch, length, ceilings: Ceilings) -> dict[str, float]:
     """Return the lower bounds of the time of a decoding step, in microseconds, by their causes."""
-    experts = floor_us(whole.case, batch, expected_active(whole.case, batch), ceilings)
+    experts = experts_floor(whole, batch, ceilings)
     kept, states = cache_bytes(built.model, batch, length)
     bandwidth = ceilings.copy_tb_per_s * 1e6  # bytes per microsecond
     parts = {
-        "experts": whole.layers_of_experts * experts,
+        "experts": experts,
         "dense": built.read_bytes / bandwidth,
         "cache": kept / bandwidth,
         "states": 2 * states / bandwidth,  # read once and written once
@@ -449,10 +521,9 @@ def prefill_floor(whole, built, batch, tokens, ceilings: Ceilings) -> dict[str, 
     of recurrent states is not counted.
     """
     rows = batch * tokens
-    experts = floor_us(whole.case, rows, expected_active(whole.case, rows), ceilings)
     rate = ceilings.matmul_tflop_per_s * 1e6  # FLOPs per microsecond
     parts = {
-        "experts": whole.layers_of_experts * experts,
+        "experts": experts_floor(whole, rows, ceilings),
         "linears": 2 * built.linear_weights * rows / rate,
         "attention": batch * whole.attention_flops(tokens) / rate,
     }

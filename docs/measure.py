@@ -6,7 +6,9 @@ The measures are those of the tests:
 
 * experts, blocks, logits and decoding: `tests.reference.compare`, in float32 on the exact path.
 * bfloat16: `times_rounding` of ``tests/models/test_default_dtype.py``. It takes most of the time,
-  and `--bfloat16` asks for it.
+  and `--bfloat16` asks for it. `--gpu` measures the same on a GPU, where the model runs its kernels.
+* mesh: the largest difference between the logits of one device and of two to four, in float32, divided
+  by the largest logit. `--mesh` asks for it, and needs CPUs alone.
 """
 
 import hashlib
@@ -60,7 +62,43 @@ def measure_bfloat16(folder: pathlib.Path) -> dict[str, float]:
     return {"bfloat16": float(f"{error:.2f}")}
 
 
-def update(measure: Callable[[pathlib.Path], dict[str, float]], key: str, again: bool) -> None:
+def measure_gpu(folder: pathlib.Path) -> dict[str, Any]:
+    """Return the same as `measure_bfloat16`, measured on a GPU, and the name of the GPU.
+
+    Raises:
+      SystemExit: the default device is no GPU.
+    """
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise SystemExit(f"--gpu: expected a GPU as the default device, got {device.device_kind}")
+    return {"gpu": measure_bfloat16(folder)["bfloat16"], "gpu_device": device.device_kind}
+
+
+def measure_mesh(folder: pathlib.Path) -> dict[str, float]:
+    """Return the difference between the logits over a mesh and those of one device, to two digits.
+
+    The first of a few meshes is taken that divides the experts and their intermediate size.
+    """
+    from support.devices.host_devices import difference, make_mesh
+    from support.models.architecture import KERNELS, load_case, run
+
+    from jax_nvfp4_moe import load_model
+
+    case = load_case(folder.name, how=KERNELS)
+    expected, problem = run(case.model, case.ids), None
+    for shape in ((2, 2), (2, 1), (3, 1), (1, 2)):
+        try:
+            model = load_model(folder, mesh=make_mesh(shape), **KERNELS)
+        except ValueError as error:
+            problem = error
+            continue
+        return {"mesh": float(f"{difference(run(model, case.ids), expected):.1e}")}
+    raise SystemExit(f"{folder.name}: {problem}")
+
+
+def update(measure: Callable[[pathlib.Path], dict[str, Any]], key: str, again: bool) -> None:
     """Measure what is missing or has changed, and write the results after each checkpoint.
 
     Args:
@@ -80,7 +118,14 @@ def update(measure: Callable[[pathlib.Path], dict[str, float]], key: str, again:
 
 
 if __name__ == "__main__":
+    if "--mesh" in sys.argv:
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", 4)
     sys.path += [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "models"))]
     update(measure_exact, "decoding", "--again" in sys.argv)
-    if "--bfloat16" in sys.argv:
-        update(measure_bfloat16, "bfloat16", "--again" in sys.argv)
+    for name, measured in (("bfloat16", measure_bfloat16), ("gpu", measure_gpu)):
+        if f"--{name}" in sys.argv:
+            update(measured, name, "--again" in sys.argv)
+    if "--mesh" in sys.argv:
+        update(measure_mesh, "mesh", "--again" in sys.argv)

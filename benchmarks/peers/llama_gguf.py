@@ -14,15 +14,15 @@ _SCALE = 0x08  # 2**-6: sums stay finite
 
 
 def write_model(path, config):
-    """Write a GGUF file with random weights and the sizes of a Qwen3-MoE config.
+    """Write a GGUF file with random weights and the sizes of a config of Qwen3-MoE or of Llama.
 
     Tensors of one shape and format have the same values, so that the file is written at the speed
     of the disk.
     """
-    h, i = config["hidden_size"], config["moe_intermediate_size"]
-    experts, vocab, d = config["num_experts"], config["vocab_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
-    writer = gguf.GGUFWriter(path, "qwen3moe")
+    (kind,) = config["architectures"]
+    name, write_layer = LAYERS[kind]
+    h, vocab = config["hidden_size"], config["vocab_size"]
+    writer = gguf.GGUFWriter(path, name)
     add_sizes(writer, config)
     tensors = RandomTensors(writer)
     tensors.bfloat16("token_embd", vocab, h)
@@ -30,20 +30,52 @@ def write_model(path, config):
     tensors.norm("output_norm", h)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"blk.{layer}"
-        for name, width in (("attn", h), ("ffn", h), ("attn_q", d), ("attn_k", d)):
-            tensors.norm(f"{prefix}.{name}_norm", width)
-        tensors.float32(f"{prefix}.ffn_gate_inp", experts, h)
-        tensors.nvfp4(f"{prefix}.attn_q", queries, h)
-        tensors.nvfp4(f"{prefix}.attn_k", keys, h)
-        tensors.nvfp4(f"{prefix}.attn_v", keys, h)
-        tensors.nvfp4(f"{prefix}.attn_output", h, queries)
-        tensors.nvfp4(f"{prefix}.ffn_gate_exps", experts, i, h)
-        tensors.nvfp4(f"{prefix}.ffn_up_exps", experts, i, h)
-        tensors.nvfp4(f"{prefix}.ffn_down_exps", experts, h, i)
+        write_attention(tensors, prefix, config)
+        write_layer(tensors, prefix, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_attention(tensors, prefix, config):
+    """Write the attention of a layer, and the norms before it and before the MLP."""
+    h, d = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
+    for name in ("attn", "ffn"):
+        tensors.norm(f"{prefix}.{name}_norm", h)
+    tensors.nvfp4(f"{prefix}.attn_q", queries, h)
+    tensors.nvfp4(f"{prefix}.attn_k", keys, h)
+    tensors.nvfp4(f"{prefix}.attn_v", keys, h)
+    tensors.nvfp4(f"{prefix}.attn_output", h, queries)
+
+
+def write_experts(tensors, prefix, config):
+    """Write the experts of a layer of Qwen3-MoE, and the norms of its heads."""
+    h, i, experts = (
+        config[name] for name in ("hidden_size", "moe_intermediate_size", "num_experts")
+    )
+    for name in ("attn_q", "attn_k"):
+        tensors.norm(f"{prefix}.{name}_norm", config["head_dim"])
+    tensors.float32(f"{prefix}.ffn_gate_inp", experts, h)
+    tensors.nvfp4(f"{prefix}.ffn_gate_exps", experts, i, h)
+    tensors.nvfp4(f"{prefix}.ffn_up_exps", experts, i, h)
+    tensors.nvfp4(f"{prefix}.ffn_down_exps", experts, h, i)
+
+
+def write_mlp(tensors, prefix, config):
+    """Write the MLP of a layer of Llama."""
+    h, i = config["hidden_size"], config["intermediate_size"]
+    tensors.nvfp4(f"{prefix}.ffn_gate", i, h)
+    tensors.nvfp4(f"{prefix}.ffn_up", i, h)
+    tensors.nvfp4(f"{prefix}.ffn_down", h, i)
+
+
+# The architecture -> its name in llama.cpp, and what writes a layer beside its attention.
+LAYERS = {
+    "Qwen3MoeForCausalLM": ("qwen3moe", write_experts),
+    "LlamaForCausalLM": ("llama", write_mlp),
+}
 
 
 def add_sizes(writer, config):
@@ -51,18 +83,22 @@ def add_sizes(writer, config):
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(config["num_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
+    if "num_experts" in config:
+        writer.add_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    else:
+        writer.add_feed_forward_length(config["intermediate_size"])
 
 
 class RandomTensors:

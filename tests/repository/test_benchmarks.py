@@ -206,6 +206,21 @@ def tiny():
     return whole, whole_model.build_model(whole, "nvfp4")
 
 
+def test_a_dense_model_reads_its_mlps_and_no_experts():
+    whole = whole_model.MODELS["tiny-dense"]
+    built = whole_model.build_model(whole, "nvfp4")
+    # Computed by hand: queries and outputs, keys and values, three matrices of the MLP. Joined
+    # matrices have a global scale for each row, at most.
+    weights, rows = 2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 256, 2 * 256 + 2 * 128 + 3 * 256
+    assert built.linear_weights == weights
+    head_and_norms = 64 * 256 * 2 + 3 * 256 * 2
+    assert 0 <= built.read_bytes - weights * 9 / 16 - head_and_norms <= 4 * rows
+    floor = whole_model.step_floor(whole, built, 3, 10, H200)
+    assert floor["experts"] == 0
+    assert floor["dense"] == pytest.approx(built.read_bytes / 4.24e6)
+    assert whole_model.prefill_floor(whole, built, 1, 2048, H200)["experts"] == 0
+
+
 def test_step_floor_adds_what_a_step_reads(tiny):
     whole, built = tiny
     # Computed by hand: NVFP4 projections with 129 global scales, head, float32 router, norms.
