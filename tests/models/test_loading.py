@@ -158,7 +158,7 @@ def test_arguments_that_no_model_takes():
 @pytest.mark.parametrize(
     ("source", "changes", "message"),
     [
-        (QWEN, {"architectures": ["GPT2LMHeadModel"]}, "LlamaForCausalLM.*Qwen3MoeForCausalLM"),
+        (QWEN, {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*Qwen3MoeForCausalLM"),
         (QWEN, {"architectures": None}, "architectures: None is not supported"),
         (QWEN, {"sliding_window": 0, "use_sliding_window": True}, "sliding_window: expected a pos"),
         (QWEN, {"partial_rotary_factor": 0.5}, "expected 1, because this architecture rotates"),
