@@ -6,9 +6,9 @@ The measures are those of the tests:
 
 * experts, blocks, logits and decoding: `tests.reference.compare`, in float32 on the exact path.
 * bfloat16: `times_rounding` of ``tests/models/test_default_dtype.py``. It takes most of the time,
-  and `--bfloat16` asks for it. `--gpu` measures the same on a GPU, where the model runs its kernels.
-* mesh: the largest difference between the logits of one device and of two to four, in float32, divided
-  by the largest logit. `--mesh` asks for it, and needs CPUs alone.
+  and `--bfloat16` asks for it. `--gpu` measures the same on a GPU, with its kernels.
+* mesh: the largest difference between the logits of one device and those of two to four, in
+  float32, divided by the largest logit. `--mesh` asks for it, and needs CPUs alone.
 """
 
 import hashlib

@@ -153,6 +153,8 @@ class Decoder(nnx.Module):
       drafter: the drafting layers, which `draft` runs. None, the default, if they were not loaded.
     """
 
+    # The parts beside the embedding that `open_stream` runs. Calibration watches their linears.
+    opening_parts: ClassVar[tuple[str, ...]] = ()
     rows_mesh: ExpertMesh | None = None
     drafter: Drafter | None = None
 

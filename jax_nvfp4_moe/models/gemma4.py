@@ -117,8 +117,8 @@ def _read_dense_model(fields, attentions, cap) -> GemmaConfig:
         "without embeddings of single layers (hidden_size_per_layer_input)",
     )
     fields.relate(
-        set(kinds[: len(kinds) - sharing]) == set(kinds),
-        f"num_kv_shared_layers: expected fewer layers, so that one of each type has keys before "
+        set(kinds[: max(len(kinds) - sharing, 0)]) == set(kinds),
+        "num_kv_shared_layers: expected fewer layers, so that one of each type has keys before "
         f"them; got {sharing}",
     )
     vocabulary = fields.size("vocab_size")

@@ -214,6 +214,7 @@ class EdgeDecoder(GemmaDecoder):
       layer_inputs: makes the vectors of tokens for single layers.
     """
 
+    opening_parts = ("layer_inputs",)
     layer_inputs: LayerInputs
 
     def open_stream(self, table, input_ids) -> EdgeStream:

@@ -230,12 +230,9 @@ def calibrate(
     """
     note, found = log_layers(progress, "calibrating"), Calibration({}, {})
     with unread.open_reader(progress, "calibrating") as reader:
-        table = unread.read("embedding", reader).get_value()
-        hidden = [
-            [unread.model.open_stream(table, piece) for piece in batch]
-            for batch in _divide(windows)
-        ]
-        del table
+        hidden, opening = _open(unread, reader, windows, squares)
+        for path, linears in opening.items():
+            _keep(found, unread, path, linears, {}, note)
         for index in range(len(unread.model.layers)):
             path = f"layers.{index}"
             layer = unread.materialize(reader, path)
@@ -254,6 +251,35 @@ def calibrate(
             del layer  # free its memory before the next layer is read
             _keep(found, unread, path, linears or {}, experts or {}, note)
     return found
+
+
+def _open(unread: UnreadModel, reader, windows, squares) -> tuple[list[list[Any]], dict[str, Any]]:
+    """Return what enters the first layer, in batches of pieces, and statistics before that.
+
+    The statistics are those of the linears in each part of `Decoder.opening_parts`.
+    """
+    table = unread.read("embedding", reader).get_value()
+    leaves, tree = jax.tree.flatten(unread.model)
+    model = tree.unflatten(leaves)  # a copy: the modules of the unread model stay without weights
+    for name in model.opening_parts:
+        setattr(model, name, unread.materialize(reader, name))
+    opening: dict[str, Any] = dict.fromkeys(model.opening_parts)
+    hidden = []
+    for batch in _divide(windows):
+        hidden.append([])
+        for piece in batch:
+            with capture(model) as seen:
+                hidden[-1].append(model.open_stream(table, piece))
+            for name, total in opening.items():
+                own = {
+                    path.removeprefix(f"{name}."): observe(
+                        value.reshape(-1, value.shape[-1]), squares=squares
+                    )
+                    for path, (value,) in seen.items()
+                    if path.startswith(f"{name}.")
+                }
+                opening[name] = _merge(total, own)
+    return hidden, opening
 
 
 def _divide(windows: np.ndarray) -> Iterator[list[np.ndarray]]:

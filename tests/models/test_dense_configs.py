@@ -113,6 +113,25 @@ GEMMA4_31B = {
         "vocab_size_per_layer_input": 262144,
     },
 }
+GEMMA4_E4B = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "text_config": {
+        **GEMMA4_31B["text_config"],
+        "attention_k_eq_v": False,
+        "hidden_size": 2560,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 10240,
+        "layer_types": ([SLIDING] * 5 + [FULL]) * 7,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_global_key_value_heads": None,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+        "sliding_window": 512,
+    },
+}
 NEMOTRON_9B = {
     "architectures": ["NemotronHForCausalLM"],
     "attention_bias": False,
@@ -203,6 +222,7 @@ def given(name):
         (GEMMA3_4B, True, 29),
         (GEMMA3_27B, True, 52),
         (GEMMA4_31B, True, 50),
+        (GEMMA4_E4B, True, 35),
         (NEMOTRON_9B, False, 0),
         (EXAONE_32B, False, 48),
         (SMOLLM3_3B, True, 0),
@@ -308,6 +328,9 @@ def test_the_layers_of_gemma_4_that_share_keys():
     sizes = read(given("gemma4_edge"))
     assert [sizes.shares(layer) for layer in range(5)] == [False, False, False, True, True]
     assert [sizes.hands_on(layer) for layer in range(5)] == [False, True, True, False, False]
+    sizes = read(GEMMA4_E4B)
+    assert [layer for layer in range(42) if sizes.shares(layer)] == list(range(24, 42))
+    assert [layer for layer in range(42) if sizes.hands_on(layer)] == [22, 23]
     apart = read(given("gemma4_edge"), num_kv_shared_layers=None)
     assert not any(apart.shares(layer) or apart.hands_on(layer) for layer in range(5))
 

@@ -716,6 +716,7 @@ def test_layers_are_as_transformers_derives_them():
         ),
         ("gemma4_dense", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: expected 0, because"),
         ("gemma4_edge", {"num_kv_shared_layers": 5}, "num_kv_shared_layers: expected fewer lay"),
+        ("gemma4_edge", {"num_kv_shared_layers": 7}, "num_kv_shared_layers: expected fewer lay"),
         ("gemma4_edge", {"vocab_size_per_layer_input": 128}, "per_layer_input: expected 64, the v"),
         ("gemma4_dense", {"final_logit_softcapping": 0.0}, "softcapping: expected a positive num"),
         ("nemotron_h_dense", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act: .tanh. is not supported"),

@@ -25,7 +25,9 @@ def sizes(config):
 
 
 EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
-FAMILIES = {given_config(folder)["architectures"][-1]: folder for folder in MODELS}
+FAMILIES = {
+    (given_config(folder)["architectures"][-1], folder in WITH_EXPERTS): folder for folder in MODELS
+}
 # Lengths may be large. So may numbers that have other bounds.
 LARGE = {*BOUNDS, "model_max_length", *(name for name, most in MOST.items() if most > 2**20)}
 

@@ -54,6 +54,7 @@ def slow(name):
         slow("qwen3_next-modelopt-w4a16"),
         slow("qwen3_5_moe-modelopt-w4a16"),
         slow("gemma4-modelopt-w4a16"),
+        "gemma4_edge-modelopt-w4a16",
         slow("deepseek_v4-modelopt-w4a16"),
     ],
 )
