@@ -75,6 +75,7 @@ FAULTS = [
     ("mixtral-window-modelopt-w4a16", {"sliding_window": 7}),
     ("llama-modelopt-w4a16", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
     ("llama-modelopt-w4a4", {"rms_norm_eps": 1e-3}),
+    ("llama-ct-w4a16", {"rms_norm_eps": 1e-3}),
     ("mistral-modelopt-w4a16", {"sliding_window": 7}),
     ("qwen2-modelopt-w4a16", {"max_window_layers": 2, "layer_types": None}),
     ("qwen3-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
@@ -236,6 +237,7 @@ FAULTS = [
     # In these folders, activations are rounded to FP4 or to FP8.
     ("deepseek_v3-modelopt-mixed-w4a16-kv8", {"rope_interleave": False}),
     ("gpt_oss-ct-w4a4", {"sliding_window": 7}),
+    ("phi3-ct-mixed-dense", {"sliding_window": 9}),
     ("qwen3_moe-ct-mixed", {"norm_topk_prob": False}),
     ("qwen3_moe-ct-w4a4-kv8", {"rms_norm_eps": 1e-3}),
     ("qwen3moe-modelopt-w4a4", {"rms_norm_eps": 1e-3}),
