@@ -18,7 +18,17 @@ from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import declaration
 
-FAMILIES = ("qwen2_moe-modelopt-w4a16", "ernie4_5_moe-modelopt-w4a16")
+FAMILIES = (
+    "qwen2_moe-modelopt-w4a16",
+    "ernie4_5_moe-modelopt-w4a16",
+    "afmoe-modelopt-w4a16",
+    "hy_v3-modelopt-w4a16",
+    "solar_open-modelopt-w4a16",
+    "dots1-modelopt-w4a16",
+    "glm4v_moe-modelopt-w4a16",
+    "phimoe-modelopt-w4a16",
+    "qwen3_omni_moe-modelopt-w4a16",
+)
 
 
 def rewrite(source, folder, divides=True):

@@ -65,6 +65,15 @@ def test_scaling_multiplies_weights_of_chosen_logits(score):
     np.testing.assert_allclose(weights, 2.5 * one, rtol=BOUND)
 
 
+def test_gradients_of_near_logits_are_finite():
+    """An earlier logit may be so much larger that its exponential would be infinite."""
+    router, logits = Router(2, select="near", distance=0.3), jnp.array([[200.0, 1.0, 0.9, -3.0]])
+    found = jax.grad(lambda logits: route(router, logits)[1][0, 1])(logits)
+    share = 1 / (1 + np.exp(-0.1))  # of the second id, beside the logit 0.9
+    slope = share * (1 - share)
+    np.testing.assert_allclose(found, [[0, slope, -slope, 0]], rtol=10 * BOUND)
+
+
 def test_ties_go_to_the_lower_expert():
     ids, weights = route(Router(3), jnp.zeros((2, 8)))
     np.testing.assert_array_equal(ids, [[0, 1, 2]] * 2)
