@@ -1,4 +1,6 @@
-"""Granite: numbers from the configuration scale the embedding, each part of a layer and the logits.
+"""Granite, the dense models.
+
+Numbers from the configuration scale the embedding, each part of a layer and the logits.
 
 Source: `modeling_granite` of transformers.
 """

@@ -1,4 +1,6 @@
-"""Mistral: grouped-query attention, in the first models over a window.
+"""Mistral, the dense models.
+
+They have grouped-query attention, in the first models over a window.
 
 Source: `modeling_mistral` of transformers; arXiv:2310.06825.
 """

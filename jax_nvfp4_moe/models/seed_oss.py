@@ -1,4 +1,6 @@
-"""Seed-OSS: grouped-query attention with biases at queries, keys and values.
+"""Seed-OSS.
+
+It has grouped-query attention with biases at queries, keys and values.
 
 Source: `modeling_seed_oss` of transformers.
 """

@@ -1,4 +1,6 @@
-"""SmolLM3: grouped-query attention, in every fourth layer without rotation.
+"""SmolLM3.
+
+It has grouped-query attention, in every fourth layer without rotation.
 
 Source: `modeling_smollm3` of transformers; arXiv:2501.18795 for the layers without rotation.
 """
