@@ -3,36 +3,32 @@
 It has grouped-query attention with biases, layer norms, and two experts for each token, each of
 which is weighed against the experts with almost the same logit (sparsemixer).
 
-Long texts need other frequencies of the rotary embedding than short ones (LongRoPE), also for keys
-that are in the cache already. This model has the frequencies of short texts, and as many positions
-as these allow.
+Its rotation for texts within the original context differs from that for longer texts (LongRoPE).
 
-Source: `modeling_phimoe` of transformers; arXiv:2404.14219, arXiv:2402.13753 (LongRoPE).
+Source: `modeling_phimoe` of transformers; arXiv:2404.14219, arXiv:2402.13753. transformers 5.24
+keeps the frequencies of short texts in long ones; the code beside the published files and vLLM do
+not.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.config import Fields, find_rope_fields, is_finite, read_rope_kind
+from jax_nvfp4_moe.models.config import Fields, find_rope_fields, read_rope_kind
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_window
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
+from jax_nvfp4_moe.models.long_rope import LONG_ROPE, read_long_rope
 from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse
 from jax_nvfp4_moe.nn.attention.grouped_query import GQAConfig, build_attention
 from jax_nvfp4_moe.nn.building.builder import Builder, as_stored
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_local_experts", "num_experts")
 _EPS, _THETA = 1e-5, 1e6
 _CHOSEN = 2  # experts of a token, whatever the config says
-_LONG = "longrope"
-_POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +48,7 @@ def read_config(config: Mapping[str, Any]) -> PhimoeConfig:
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
-    rope = find_rope_fields(config)
-    if isinstance(rope, dict) and read_rope_kind(rope) == _LONG:
-        short, problems = _read_short(config, rope)
-        config = {**config, **short}
-    else:
-        short, problems = {}, []
     fields = Fields(config)
-    fields.problems += problems
     fields.only("num_experts_per_tok", (_CHOSEN,), _CHOSEN)
     total, jitter = fields.size(*_EXPERTS), fields.number("router_jitter_noise", 0.01)
     fields.relate(total >= _CHOSEN, f"{_EXPERTS[0]}: expected {_CHOSEN} or more, got {total}")
@@ -67,7 +56,7 @@ def read_config(config: Mapping[str, Any]) -> PhimoeConfig:
     head_bias = fields.flag("lm_head_bias", False)
     read = read_sparse(
         fields,
-        _read_attention(fields, config, rope if short else None),
+        _read_attention(fields, config),
         Router(_CHOSEN, select="near", distance=2 * jitter),
         eps=_EPS,
         experts=_EXPERTS,
@@ -76,49 +65,34 @@ def read_config(config: Mapping[str, Any]) -> PhimoeConfig:
     return PhimoeConfig(**vars(read), head_bias=head_bias)
 
 
-def _read_short(config, rope):
-    """Return the fields of the config for short texts without LongRoPE, and the problems."""
-    given, fields = Fields(rope), Fields(config)
-    original = given.size(_ORIGINAL)
-    short = {
-        _POSITIONS: min(fields.size(_POSITIONS, default=original), original),
-        "rope_scaling": None,
-        "rope_parameters": {name: rope[name] for name in ("rope_theta",) if name in rope},
-    }
-    scale = given.number("short_mscale")
-    given.require(scale > 0, f"short_mscale: expected a positive number, got {scale}")
-    return short, fields.problems + given.problems
-
-
-def _read_attention(fields, config, rope) -> GQAConfig:
-    """Return the sizes of the attention.
-
-    Args:
-      fields: the fields of the config.
-      config: the config for short texts.
-      rope: the fields of LongRoPE, which divides each frequency by a number of its own. None for
-        the usual embedding.
-    """
+def _read_attention(fields, config) -> GQAConfig:
+    """Return the sizes of the attention, with the rotations of short and of long texts."""
+    given = find_rope_fields(config)
+    long = isinstance(given, dict) and read_rope_kind(given) == LONG_ROPE
+    plain = {**given, "rope_type": "default", "type": "default"} if long else given
     bias = fields.flag("attention_bias", False)
-    options = {"theta": _THETA, "bias": bias, "out_bias": bias, "window": read_window(fields)}
-    attention = read_grouped_query(fields, config, eps=_EPS, **options)
-    if rope is None or attention.rope is None:
-        return attention
-    frequencies, factors = attention.rope.frequencies, rope.get("short_factor")
-    sound = isinstance(factors, list) and len(factors) == len(frequencies)
-    sound = sound and all(
-        type(one) in (int, float) and is_finite(one) and one > 0 for one in factors
+    attention = read_grouped_query(
+        fields,
+        {**config, "rope_scaling": None, "rope_parameters": plain},
+        eps=_EPS,
+        theta=_THETA,
+        bias=bias,
+        out_bias=bias,
+        window=read_window(fields),
     )
-    fields.relate(
-        sound,
-        f"short_factor: expected {len(frequencies)} positive numbers, one for each pair of "
-        f"channels; got {quoted(factors)}",
-    )
-    if fields.problems:
+    if not long or attention.rope is None:
         return attention
-    divided = np.asarray(frequencies, np.float32) / np.asarray(factors, np.float32)
-    scaled = Rope(tuple(divided.tolist()), scale=float(rope["short_mscale"]))
-    return dataclasses.replace(attention, rope=scaled)
+    own = Fields(given)
+    original = own.size(_ORIGINAL)
+    scales = [own.number(name) for name in ("short_mscale", "long_mscale")]
+    for scale in scales:
+        own.require(scale > 0, f"short_mscale, long_mscale: expected positive numbers, got {scale}")
+    fields.problems += own.problems
+    ropes = read_long_rope(fields, given, attention.rope, original)
+    short, other = (
+        dataclasses.replace(rope, scale=scale) for rope, scale in zip(ropes, scales, strict=True)
+    )
+    return dataclasses.replace(attention, rope=short, long_rope=(original, other))
 
 
 def build_moe(config: PhimoeConfig, layer: int, make: Builder) -> NVFP4MoE:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.files.checkpoint_edits import edited, read_all
 from support.files.deepseek_v4_files import publish_names
-from support.files.given import CHECKPOINTS, reference_tensors
+from support.files.given import CHECKPOINTS, copy_with_config, reference_tensors
 from support.files.published_step import NOT_PUBLISHED, PUBLISHED
 from support.files.unquantized import (
     ROUNDABLE,
@@ -505,10 +505,10 @@ def test_a_size_has_its_value_under_each_name(name):
             assert read(name, **nothing) != first, names
 
 
-def test_phimoe_has_the_positions_and_frequencies_of_short_texts():
+def test_phimoe_has_a_rotation_for_short_texts_and_one_for_long_texts():
     """Published files have the fields of the embedding under their older names."""
     phi = read("phimoe")
-    assert phi.max_positions == 32
+    assert phi.max_positions == 128
     config = read_config(given("phimoe"))
     rope = dict(config["rope_parameters"])
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
@@ -518,9 +518,25 @@ def test_phimoe_has_the_positions_and_frequencies_of_short_texts():
     assert read("phimoe", **older | {"rope_scaling": rope | {"type": kind}}) == phi
     plain = read("phimoe", rope_parameters={"rope_theta": theta}, max_position_embeddings=128)
     assert plain.max_positions == 128
-    factors = np.divide(plain.attention.rope.frequencies, phi.attention.rope.frequencies)
-    np.testing.assert_allclose(factors, rope["short_factor"], rtol=1e-6)
-    assert (plain.attention.rope.scale, phi.attention.rope.scale) == (1.0, 1.2)
+    assert (plain.attention.rope.scale, plain.attention.long_rope) == (1.0, None)
+    length, long = phi.attention.long_rope
+    assert length == 32
+    for kind, own in (("short", phi.attention.rope), ("long", long)):
+        factors = np.divide(plain.attention.rope.frequencies, own.frequencies)
+        np.testing.assert_allclose(factors, rope[f"{kind}_factor"], rtol=1e-6)
+        assert own.scale == rope[f"{kind}_mscale"]
+
+
+def test_phimoe_takes_the_rotation_for_the_room_of_its_cache(tmp_path):
+    """Its file is also read with the rotation for long texts alone, also for short ones."""
+    rope = read_config(given("phimoe"))["rope_parameters"]
+    long = rope | {f"short_{part}": rope[f"long_{part}"] for part in ("factor", "mscale")}
+    changed = copy_with_config(given("phimoe"), tmp_path / "long", rope_parameters=long)
+    both, other = (load_model(folder, **EXACT) for folder in (given("phimoe"), changed))
+    ids = np.arange(7, dtype=np.int32)[None]
+    for room, equal in ((32, False), (33, True)):
+        first, second = (model(ids, model.init_cache(1, room))[0] for model in (both, other))
+        assert (logit_error(first, np.asarray(second)) < 1e-5) == equal
 
 
 def test_published_names_of_step():
@@ -835,8 +851,8 @@ def test_layers_are_as_transformers_derives_them():
         ("phimoe", {"rope_parameters": {"rope_type": "longrope"}}, "short_mscale: expected a fin"),
         (
             "phimoe",
-            {"rope_parameters": {"rope_type": "longrope", "short_mscale": 1.0}},
-            "short_factor: expected 8 positive numbers, one for each pair of channels; got None",
+            {"rope_parameters": {"rope_type": "longrope", "short_mscale": 1.0, "long_mscale": 0}},
+            "short_mscale, long_mscale: expected positive numbers, got 0",
         ),
         (
             "phimoe",
@@ -844,10 +860,12 @@ def test_layers_are_as_transformers_derives_them():
                 "rope_parameters": {
                     "rope_type": "longrope",
                     "short_mscale": 1.0,
-                    "short_factor": [1.0] * 7 + [0],
+                    "long_mscale": 1.0,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [1.0] * 7 + [0],
                 }
             },
-            "short_factor: expected 8 positive numbers",
+            "long_factor: expected 8 positive numbers",
         ),
         ("phimoe", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type: 'dynamic' is not"),
         ("qwen3_omni_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most 6"),
