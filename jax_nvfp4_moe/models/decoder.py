@@ -724,6 +724,7 @@ def build_around(
     tied: bool,
     centered: bool = False,
     norm: type[RMSNorm] = RMSNorm,
+    build_last: Callable[[], Any] | None = None,
     decoder: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
     """Make a model of layers that a function builds: add the embedding, the last norm and the head.
@@ -739,13 +740,17 @@ def build_around(
         stored head decides; see `build_head`.
       centered: whether the last norm in the file stores ``weight - 1``.
       norm: the class of the last norm.
+      build_last: makes another module in place of the last norm. None makes the norm.
       decoder: makes the model from its parts: `Decoder` or a class derived from it.
     """
     settings, h = make.settings, config.hidden
     vocabulary, rows, expert_mesh = divide_vocabulary(config, make)
     embedding = vocabulary.variable("embedding", (rows, h))
     layers = [build_layer(layer) for layer in range(config.num_layers)]
-    last = make.norm("norm", h, config.eps, centered=centered, kind=norm)
+    if build_last is None:
+        last = make.norm("norm", h, config.eps, centered=centered, kind=norm)
+    else:
+        last = build_last()
     head = build_head(vocabulary, rows, h, tied)
     model = decoder(
         config, embedding, layers, last, head, dtype=settings.dtype, expert_mesh=expert_mesh

@@ -55,6 +55,7 @@ from jax_nvfp4_moe.models import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe,
+    qwen4_exp,
     step3p7,
 )
 from jax_nvfp4_moe.models.config_keys import refuse_unread_keys, warn_of_generation_keys
@@ -118,6 +119,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "LagunaForCausalLM": laguna.ARCHITECTURE,
     "Cohere2MoeForCausalLM": cohere2_moe.ARCHITECTURE,
     "Glm5NextForConditionalGeneration": glm5_next.ARCHITECTURE,
+    "Qwen4ExpForCausalLM": qwen4_exp.ARCHITECTURE,
+    "Qwen4ExpForConditionalGeneration": qwen4_exp.ARCHITECTURE,
     "MiMoV2FlashForCausalLM": mimo_v2_flash.ARCHITECTURE,
     "LlamaForCausalLM": llama.ARCHITECTURE,
     "MistralForCausalLM": mistral.ARCHITECTURE,
