@@ -113,6 +113,7 @@ _MOST_LAYERS = 1000
 _MOST_CHANNELS = 2**14  # of one head
 MOST: Mapping[str, int] = {
     "num_hidden_layers": _MOST_LAYERS,
+    "ngram_vocab_size_base": 2**26,  # the primes from there on are found in a moment
     "hc_sinkhorn_iters": 1000,  # each of which runs for every token of a layer
     **dict.fromkeys(
         ("head_dim", "global_head_dim", "attention_head_dim", "qk_rope_head_dim"), _MOST_CHANNELS

@@ -271,6 +271,7 @@ HARMLESS: Mapping[str, str] = {
             "linear_conv_kernel_dim",
             "sliding_window_pattern",
             "_sliding_window_pattern",
+            "number_of_conv_states",
             "num_sliding_attention_heads",
             "num_hidden_layers",  # where a pattern lists the layers
             "n_shared_experts",  # where their whole width is given

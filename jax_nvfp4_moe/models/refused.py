@@ -4,12 +4,25 @@ from collections.abc import Mapping
 
 _IDENTITY = "some of its experts return their input, and no kernel here has such experts"
 _LIGHTNING = "its linear attention has one fixed decay for each head, which no module here has"
+_RELATIVE = "its attention adds a learned bias for each distance, which no module here does"
+_FACTORS = (
+    "its layers share latents, and its rotation and queries have learned factors, which no module "
+    "here has"
+)
+_MISTRAL = (
+    "its files are in Mistral's own format, with params.json in place of config.json, which this "
+    "package does not read"
+)
 _VISION_EXPERTS = "its layers have further experts for images, which no module here has"
 
 # A name in ``architectures`` of ``config.json`` -> the reason.
 REFUSED_FAMILIES: Mapping[str, str] = {
     "LongcatFlashForCausalLM": _IDENTITY,
     "MiniMaxForCausalLM": _LIGHTNING,
+    "InklingForCausalLM": _RELATIVE,
+    "InklingForConditionalGeneration": _RELATIVE,
+    "MistralLarge3ForCausalLM": _MISTRAL,
+    "MistralLarge4ForConditionalGeneration": _FACTORS,
     "Ernie4_5_VLMoeForConditionalGeneration": _VISION_EXPERTS,
     "Ernie4_5_VL_MoeForConditionalGeneration": _VISION_EXPERTS,
 }

@@ -62,8 +62,11 @@ _OF_INSIDE = {
     "weights_proj": "q_a_proj",
     "q_proj": "q_proj",
     "k_proj": "q_proj",
+    "index_qk_proj": "q_proj",
     **_LATENTS_OF_V4,
 }
+# Linears of Qwen4-Exp -> the linear beside them that reads the same input.
+_SAME_INPUT = {"block_inject_weight": "input_mix_weight_down", "value_proj": "key_proj"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +220,8 @@ def _group(prefix, requests) -> str:
         return fused_name(f"{found[1]}.{_OF_INSIDE[leaf]}")
     if parent.endswith("attn") and leaf in _LATENTS_OF_V4:
         return fused_name(f"{parent}.{_LATENTS_OF_V4[leaf]}")
+    if (other := f"{parent}.{_SAME_INPUT.get(leaf)}") in requests.linears:
+        return fused_name(other)
     return fused_name(prefix)
 
 

@@ -159,6 +159,13 @@ def publish_glm5_next(tensors):
     split_convolution(tensors, "model.language_model.layers.0.self_attn")
 
 
+def join_ngram_table(tensors):
+    """Put the table of Qwen4-Exp into one tensor, as transformers 5 does in memory."""
+    stem = "model.layers.0.ple.ple_embedding.ngram_embedding"
+    parts = [tensors.pop(f"{stem}.shard_{index}.weight") for index in range(4)]
+    tensors[f"{stem}.weight"] = np.concatenate(parts)
+
+
 def keep_laguna_in_memory(tensors):
     """Rename tensors of Laguna as transformers 5 does in memory."""
     for name in list(tensors):
@@ -210,6 +217,7 @@ def keep_phimoe_in_memory(tensors):
         ("exaone_moe", keep_in_memory),
         ("granitemoe", keep_in_memory),
         ("glm5_next", publish_glm5_next),
+        ("qwen4_exp", join_ngram_table),
         ("laguna", keep_laguna_in_memory),
         ("mimo_v2_flash", keep_mimo_in_memory),
     ],
@@ -651,6 +659,8 @@ def test_layers_are_as_transformers_derives_them():
     assert [one.window for one in mimo.attention] == [None, 6, 6, 6, 6, None, 6, 6]
     assert [one.num_kv_heads for one in mimo.attention] == [1, 2, 2, 2, 2, 1, 2, 2]
     assert mimo.dense_layers == {0}
+    qwen = read("qwen4_exp", **plain)
+    assert qwen.attention_layers == {3, 7}
     glm = read("glm5_next", **plain, indexer_types=None)
     assert [isinstance(one, MLAConfig) for one in glm.attention] == ([False] * 3 + [True]) * 2
     assert glm.dense_layers == {0, 1, 2}
@@ -795,6 +805,16 @@ def test_layers_are_as_transformers_derives_them():
             {"layer_types": None, "compress_ratios": [0, 4, 5]},
             "compress_ratios: expected a list of 3 values from 0, 4, 128",
         ),
+        ("qwen4_exp", {"hc_count": 1}, "hc_count: expected at least 2 streams, got 1"),
+        ("qwen4_exp", {"indexer_kv_heads": 2}, "indexer_kv_heads: 2 is not supported"),
+        ("qwen4_exp", {"indexer_budget": 7}, "indexer_budget: expected a multiple of 3 tokens"),
+        ("qwen4_exp", {"indexer_head_dim": 4}, "indexer_head_dim: expected at least 8 rotated"),
+        ("qwen4_exp", {"output_gate_type": "tanh"}, "output_gate_type: 'tanh' is not supported"),
+        ("qwen4_exp", {"ple_layer_ids": [2]}, "ple_layer_ids: expected layers with linear"),
+        ("qwen4_exp", {"ple_layer_ids": [3]}, "ple_layer_ids: expected layers from 1 to 2"),
+        ("qwen4_exp", {"eos_token_id": None}, "eos_token_id: expected a token below 64"),
+        ("qwen4_exp", {"heads_per_ngram": 3}, "ple_embed_dim: expected a multiple of 6 heads"),
+        ("qwen4_exp", {"split_ngram_parts": 2000}, "split_ngram_parts: expected at most 1024"),
         ("glm5_next", {"qk_rope_head_dim": 8}, "qk_rope_head_dim: expected 0, because"),
         ("glm5_next", {"index_topk": 7}, "index_topk: expected a multiple of 3 tokens of a window"),
         ("glm5_next", {"linear_lower_bound": 1.0}, "linear_lower_bound: expected a negative numb"),

@@ -76,6 +76,7 @@ MODELS = {
     "apertus": ("apertus-modelopt-w4a16", ((2, 4),)),
     "laguna": ("laguna-modelopt-w4a16", ((2, 4),)),
     "cohere2": ("cohere2_moe-modelopt-w4a16", ((2, 4),)),
+    "qwen4_exp": ("qwen4_exp-modelopt-w4a16", ((2, 4),)),
     "glm5_next": ("glm5_next-modelopt-w4a16", ((2, 4),)),
     "mimo": ("mimo_v2_flash-modelopt-w4a16", ((2, 4),)),
 }
@@ -118,6 +119,8 @@ SENT = {
     "laguna": (3 + 2 + 1 + 1, 2),
     # Attentions add together with the dense MLP or the shared experts, which read the same tokens.
     "cohere2": (3 + 2 + 0 + 1, 0),
+    # Its two key heads of delta rules cannot be divided into four parts.
+    "qwen4_exp": (1 + 2 + 0 + 1, 2),
     "glm5_next": (2 + 1 + 1 + 1, 1),
     "mimo": (3 + 2 + 1 + 1, 0),
 }

@@ -224,6 +224,7 @@ WRITTEN = (
     "cohere2_moe-modelopt-w4a16",
     "mimo_v2_flash-modelopt-w4a16",
     "glm5_next-modelopt-w4a16",
+    "qwen4_exp-modelopt-w4a16",
 )
 
 

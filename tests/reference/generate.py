@@ -51,6 +51,7 @@ def generate_once(architecture: str, form: str, seed: int, folder: pathlib.Path)
         else:
             versions = tools.write_with_llmcompressor(recipe, kind, source, folder)
         original = safetensors.torch.load_file(source / "model.safetensors")
+    number_shards(folder, original)
     weights = dense.read(folder)
     if getattr(recipe, "mtp", False):
         drop_further_tokens(weights, kind)
@@ -75,6 +76,21 @@ def generate_once(architecture: str, form: str, seed: int, folder: pathlib.Path)
     (folder / "reference.json").write_text(json.dumps(facts, indent=1, default=str) + "\n")
     edit_config(folder, kind)
     return facts
+
+
+def number_shards(folder: pathlib.Path, original: dict[str, torch.Tensor]) -> None:
+    """Divide a table of n-grams into the shards of the source.
+
+    modelopt 0.47 writes one table, and calls it `shard_` without a number.
+    """
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    for name in [name for name in tensors if name.endswith(".shard_.weight")]:
+        stem = name.removesuffix("shard_.weight") + "ngram_embedding.shard_"
+        count = sum(one.startswith(stem) for one in original)
+        for index, part in enumerate(tensors.pop(name).chunk(count)):
+            tensors[f"{stem}{index}.weight"] = part.clone()
+        safetensors.torch.save_file(tensors, path, {"format": "pt"})
 
 
 def drop_further_tokens(weights: dense.Dense, architecture: Architecture) -> None:

@@ -133,14 +133,24 @@ class KeyPool(nnx.Module):
           path: path of the module.
         """
         self.sizes, self.name, self.dtype = sizes, name, make.settings.dtype
-        self.bias = make.variable(f"{path}.bias", (sizes.rate, sizes.width), dtype=jnp.float32)
         self.build(hidden, make, path)
 
     def build(self, hidden: int, make: Builder, path: str) -> None:
-        """Make the parts that `read` and `finish` use; the arguments are those of the class."""
+        """Make the parts of the module; the arguments are those of the class."""
         rows = {"values": self.sizes.width, "gates": self.sizes.width}
         self.projections = make.merged_linear(f"{path}.projections", hidden, rows)
+        self.build_bias(make, path)
         self.norm = make.norm(f"{path}.norm", self.sizes.head_dim, self.sizes.eps)
+
+    def build_bias(self, make: Builder, path: str) -> None:
+        """Make the bias of the gates."""
+        shape = (self.sizes.rate, self.sizes.width)
+        self.bias = make.variable(f"{path}.bias", shape, dtype=jnp.float32)
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of a token in the cache: its values and gates."""
+        return 2 * self.sizes.width
 
     def read(self, x: Float[Array, "... h"]) -> Float[Array, "... w"]:
         """Return the values of tokens, and behind them their gates."""
@@ -167,7 +177,7 @@ class KeyPool(nnx.Module):
     def _no_tokens(self, batch: int) -> Array:
         """Return what stands for the values and gates of the tokens before a text."""
         sizes = self.sizes
-        return jnp.zeros((batch, sizes.windows * sizes.rate, 2 * sizes.width), self.dtype)
+        return jnp.zeros((batch, sizes.windows * sizes.rate, self.channels), self.dtype)
 
     def __call__(
         self, x: Float[Array, "... h"], positions: Int32[Array, "b t"], entries
@@ -195,7 +205,7 @@ class KeyPool(nnx.Module):
         windows = recent.tokens[:, : (count + before) * rate]
         windows = windows.reshape(b, count + before, rate, windows.shape[2])
         index = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
-        keys = self._pool(windows, index)
+        keys = self.finish(self.mix_windows(windows, index).astype(self.dtype), index)
         full = (index + 1) * rate <= span.end[:, None]
         places = jnp.where(full, index, PADDING + index)
         kept = None if entries is None else {self.name: entries[self.name]}
@@ -206,11 +216,11 @@ class KeyPool(nnx.Module):
             kept = {**kept, f"{self.name}_tokens": tokens}
         return seen[self.name][:, 0], kept
 
-    def _pool(self, windows, index) -> Float[Array, "b c 1 d"]:
-        """Return the keys of windows ``[b, c, r, 2 * width]``, with one before them for overlap.
+    def mix_windows(self, windows, index) -> Float[Array, "b c d"]:
+        """Return the mixed values of windows, with one before them for overlap.
 
         Args:
-          windows: values and gates of their tokens.
+          windows: values and gates of their tokens ``[b, c, r, 2 * width]``.
           index: int32 ``[b, c]``, the index of each window in its row.
         """
         sizes = self.sizes
@@ -222,5 +232,4 @@ class KeyPool(nnx.Module):
             before = jnp.where(index[..., None, None] > 0, gates[:, :-1, :, :d], -jnp.inf)
             mixed = jnp.concatenate([values[:, :-1, :, :d], mixed], axis=2)
             scores = jnp.concatenate([before, scores], axis=2)
-        pooled = jnp.sum(jax.nn.softmax(scores, axis=2) * mixed, axis=2)
-        return self.finish(pooled.astype(self.dtype), index)
+        return jnp.sum(jax.nn.softmax(scores, axis=2) * mixed, axis=2)

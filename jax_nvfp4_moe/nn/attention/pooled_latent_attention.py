@@ -49,6 +49,7 @@ class NormalizedKeyPool(KeyPool):
         self.gates = make.variable(f"{path}.gates", (d, hidden))
         self.norm_weight = make.variable(f"{path}.norm_weight", (d,))
         self.norm_bias = make.variable(f"{path}.norm_bias", (d,))
+        self.build_bias(make, path)
 
     def read(self, x: Float[Array, "... h"]) -> Float[Array, "... w"]:
         """Return the keys of tokens, and behind them their gates."""

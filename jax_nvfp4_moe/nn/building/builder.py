@@ -175,6 +175,10 @@ class Builder:
         """Declare that the file's tensors of a part are left out on purpose, and why."""
         self._table.ignore(f"{self.key(path).removesuffix('.weight')}.", reason)
 
+    def ignore_array(self, path: str, reason: str) -> None:
+        """Declare that the file's tensor of a variable is left out on purpose, and why."""
+        self._table.ignore(self.key(path), reason)
+
     def array(
         self,
         path: str,

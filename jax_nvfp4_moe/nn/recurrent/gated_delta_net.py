@@ -15,8 +15,9 @@ Source: arXiv:2412.06464; arXiv:2406.06484 for the chunks; `modeling_qwen3_next`
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -32,6 +33,9 @@ from jax_nvfp4_moe.ops.state_window import StateWindow, run_recurrence
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
+# The kernels multiply results by silu(z). For this z, silu(z) is z in float32.
+_PLAIN = 32.0
+
 
 @dataclasses.dataclass(frozen=True)
 class DeltaSizes:
@@ -46,6 +50,7 @@ class DeltaSizes:
       value_head_dim: e, the width of a value head.
       conv_size: number of tokens that the convolution sees, the current one included.
       eps: epsilon of the norm.
+      gate: "silu" (default) or "sigmoid", the function of z that multiplies the normalized result.
     """
 
     hidden: int
@@ -55,6 +60,7 @@ class DeltaSizes:
     value_head_dim: int
     conv_size: int
     eps: float
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     @property
     def keys(self) -> int:
@@ -159,10 +165,21 @@ class GatedDeltaNet(HeadParallel):
             "interleaved": self.interleaved,
             "eps": self.sizes.eps,
         }
+        gate = None
+        if self.sizes.gate == "sigmoid":
+            projected, gate = self._without_gate(projected)
         step = functools.partial(gated_delta_step, rates=rates, target=self.target, **options)
         prompt = functools.partial(mix_gated_delta, rule=rule, convolution=convolution, **options)
         y, entries = run_recurrence(step, prompt, projected, positions, entries, self._start)
+        if gate is not None:
+            y = (y.astype(jnp.float32) * gate.reshape(y.shape)).astype(y.dtype)
         return self.out_proj(pack_like(y, positions, x)), entries
+
+    def _without_gate(self, projected):
+        """Return projected tokens whose gate multiplies by `_PLAIN`, and the gate divided by it."""
+        first, last = self.sizes.convolved, self.sizes.convolved + self.sizes.values
+        z = projected[..., first:last].astype(jnp.float32)
+        return projected.at[..., first:last].set(_PLAIN), jax.nn.sigmoid(z) / _PLAIN
 
     def _project(self, x, positions, entries):
         """Return the projected tokens, and their rates and steps if they come apart, or None.

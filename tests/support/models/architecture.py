@@ -42,6 +42,7 @@ EACH_MIXER = (
     "qwen3_moe-window-modelopt-w4a16",  # windows
     "qwen3_next-modelopt-w4a16",  # gated delta net
     "qwen3moe-modelopt-w4a16",  # grouped-query attention
+    "qwen4_exp-modelopt-w4a16",  # windows that an indexer chooses, embeddings of several tokens
 )
 
 # One folder for each kind of mixer whose results could depend on the length of a text.
