@@ -252,16 +252,9 @@ def build_model(config: Qwen4ExpConfig, make: Builder) -> Decoder:
     def build_layer(layer):
         return Layer(config, layer, make)
 
-    def build_last():
-        return GatedResidual(config.streams, config.rank, make, "norm", writes=False)
-
+    last = GatedResidual(config.streams, config.rank, make, "norm", writes=False)
     return build_around(
-        config,
-        make,
-        build_layer,
-        tied=config.tied,
-        norm=build_last(),
-        decoder=Qwen4ExpDecoder,
+        config, make, build_layer, tied=config.tied, norm=last, decoder=Qwen4ExpDecoder
     )
 
 
