@@ -7,7 +7,7 @@ Source: `modeling_qwen3_next` of transformers.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields, read_rope
@@ -31,6 +31,9 @@ _ATTENDS = {
     "mamba": False,
     "conv": False,
 }
+
+
+GATES = ("silu", "swish")  # the gate of the gated delta net, by its two names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +94,7 @@ def read_sizes(
     *,
     dense_layers: frozenset[int],
     renormalize: bool,
+    gates: Sequence[str] = GATES,
 ) -> Qwen3NextConfig:
     """Read the sizes that Qwen3-Next and Qwen3.5-MoE have in common.
 
@@ -101,6 +105,7 @@ def read_sizes(
       config: a parsed ``config.json``.
       dense_layers: the indices of layers without experts.
       renormalize: whether the weights of the chosen experts are divided by their sum.
+      gates: as for `read_mixers`.
 
     Raises:
       CheckpointError: as for `read_config`.
@@ -110,7 +115,7 @@ def read_sizes(
         top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
     )
     read = Qwen3NextConfig(
-        **read_mixers(fields, config),
+        **read_mixers(fields, config, gates),
         dense_intermediate=fields.size("intermediate_size", default=1) if dense_layers else 1,
         dense_layers=dense_layers,
         num_experts=experts,
@@ -122,19 +127,22 @@ def read_sizes(
     return read
 
 
-def read_mixers(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+def read_mixers(
+    fields: Fields, config: Mapping[str, Any], gates: Sequence[str] = GATES
+) -> dict[str, Any]:
     """Return all sizes but those of MLPs and experts, by their names in `Qwen3NextConfig`.
 
     Args:
       fields: the fields of `config`, which receive the problems.
       config: a parsed ``config.json``.
+      gates: the functions that the gate of the gated delta net may have.
     """
     hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
     positions = fields.size("max_position_embeddings", default=32768)
     eps = fields.number("rms_norm_eps", 1e-6)
     fields.only("hidden_act", ("silu", "swish"), "silu")
     fields.only("attn_output_gate", (True,), True)
-    fields.only("output_gate_type", ("silu", "swish"), "silu")  # of the gated delta net
+    fields.only("output_gate_type", gates, GATES[0])
     fields.only("layer_scale", (False,), False)
     return {
         "vocab_size": fields.size("vocab_size"),

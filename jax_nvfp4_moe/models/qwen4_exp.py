@@ -74,7 +74,8 @@ def read_config(config: Mapping[str, Any]) -> Qwen4ExpConfig:
         streams.streams > 1, f"hc_count: expected at least 2 streams, got {streams.streams}"
     )
     rank = fields.size("hc_lowrank", default=320)
-    gate = fields.only("output_gate_type", ("silu", "swish", "sigmoid"), "silu")
+    gates = (*qwen3_next.GATES, "sigmoid")
+    gate = fields.only("output_gate_type", gates, qwen3_next.GATES[0])
     injections = _read_injections(fields, config, streams)
     indexer, rate = _read_indexer(fields)
     read = qwen3_next.read_sizes(
@@ -82,6 +83,7 @@ def read_config(config: Mapping[str, Any]) -> Qwen4ExpConfig:
         config,
         dense_layers=frozenset(),
         renormalize=fields.flag("norm_topk_prob", True),
+        gates=gates,
     )
     _check_layers(read, indexer, injections)
     attention = WindowConfig(**vars(read.attention), indexer=indexer, rate=rate)
