@@ -153,4 +153,5 @@ def expand_windows(
     tokens = windows[..., None] * rate + offsets[:, :, None]
     tokens = jnp.where((windows < full[..., None])[..., None], tokens, _NOWHERE)
     rest = full[..., None] * rate + offsets[..., : rate - 1]
-    return jnp.concatenate([tokens.reshape(*windows.shape[:2], -1), rest], axis=-1)
+    *queries, count = windows.shape
+    return jnp.concatenate([tokens.reshape(*queries, count * rate), rest], axis=-1)

@@ -106,17 +106,15 @@ class NGramInjection(HeadParallel):
           *further: the tokens, int32 ``[b, t]`` or packed as `x` is.
         """
         ids = unpack(further[0][..., None], positions)[..., 0]
-        given = x
-        x = unpack(x.reshape(*x.shape[:2], -1), positions)
-        x = x.reshape(*x.shape[:2], *given.shape[2:])
         held = self.empty_cache(len(positions), 1) if entries is None else entries
-        embedded = self._embed(ids, held["ngram_ids"])
+        embedded = pack_like(self._embed(ids, held["ngram_ids"]), positions, x)
         gated = self._gate(x, embedded)
-        normal = self.conv_norm(gated).reshape(*gated.shape[:2], -1)
+        *tokens, n, h = gated.shape
+        normal = unpack(self.conv_norm(gated).reshape(*tokens, n * h), positions)
         real = positions < PADDING
         mixed, inputs = convolve(normal, held["ngram_inputs"], self._taps(), real)
-        y = gated.astype(jnp.float32) + jax.nn.silu(mixed).reshape(gated.shape)
-        y = pack_like(y.astype(self.dtype), positions, given)
+        mixed = pack_like(mixed, positions, x).reshape(gated.shape)
+        y = (gated.astype(jnp.float32) + jax.nn.silu(mixed)).astype(self.dtype)
         if entries is None:
             return y, None
         return y, {"ngram_ids": _keep_last(held["ngram_ids"], ids, real), "ngram_inputs": inputs}
@@ -126,7 +124,7 @@ class NGramInjection(HeadParallel):
         rows = find_rows(self.sizes.table, ids, before)
         b, t, heads = rows.shape
         found = read_rows(self.table.get_value(), rows.reshape(b, t * heads), self.target)
-        return found.reshape(b, t, -1).astype(self.dtype)
+        return found.reshape(b, t, heads * found.shape[-1]).astype(self.dtype)
 
     def _gate(self, x, embedded) -> Float[Array, "b t n h"]:
         """Return the values of all streams behind their gates."""
