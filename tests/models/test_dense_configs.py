@@ -346,7 +346,7 @@ def test_keys_of_layers_that_share_those_of_others_are_left_out(tmp_path, caplog
                 tensors[name.replace(".2.", ".4.")] = tensors[name]
 
     folder = edited(tmp_path, source.name, change)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "jax_nvfp4_moe")
     ids = reference_tensors(source)["input_ids"].astype(np.int32)
     one, other = (run(load_model(path, **KERNELS), ids) for path in (source, folder))
     np.testing.assert_array_equal(one, other)
