@@ -3,22 +3,31 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jax_nvfp4_moe.numerics.xielu import xielu
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 ALPHAS = jnp.array([0.3]), jnp.array([-0.8])
 
 
-def test_values():
-    x = np.linspace(-5, 5, 41)
-    p, n = (np.log1p(np.exp(float(alpha[0]))) for alpha in ALPHAS)
-    negative = (np.expm1(np.minimum(x, -1e-6)) - x) * (0.5 + n) + 0.5 * x
-    expected = np.where(x > 0, p * x * x + 0.5 * x, negative)
-    np.testing.assert_allclose(xielu(jnp.asarray(x), *ALPHAS), expected, rtol=1e-5, atol=1e-6)
-    found = xielu(jnp.asarray(x), *ALPHAS, jnp.array(0.25), jnp.array(-1.0))
-    negative = (np.expm1(np.minimum(x, -1.0)) - x) * (0.25 + n) + 0.25 * x
-    expected = np.where(x > 0, p * x * x + 0.25 * x, negative)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+def formula(x, beta, eps, kind):
+    """Return xIELU as its paper writes it, computed in the dtype `kind`."""
+    x, beta, eps = x.astype(kind), kind(beta), kind(eps)
+    p, n = (np.log1p(np.exp(kind(alpha[0]))) for alpha in ALPHAS)
+    negative = (np.expm1(np.minimum(x, eps)) - x) * (beta + n) + beta * x
+    return np.where(x > 0, p * x * x + beta * x, negative)
+
+
+@pytest.mark.parametrize(("beta", "eps", "given"), [(0.5, -1e-6, False), (0.25, -1.0, True)])
+def test_values(beta, eps, given):
+    x = np.linspace(-5, 5, 41, dtype=np.float32)
+    further = (jnp.array(beta), jnp.array(eps)) if given else ()
+    found = xielu(jnp.asarray(x), *ALPHAS, *further)
+    truth, plain = (formula(x, beta, eps, kind) for kind in (np.float64, np.float32))
+    assert_as_accurate_as(found, plain, truth)
+    with pytest.raises(AssertionError):
+        assert_as_accurate_as(formula(x, 1.001 * beta, eps, np.float32), plain, truth)
 
 
 def test_gradients_are_finite_far_from_zero():

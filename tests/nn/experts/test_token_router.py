@@ -10,6 +10,7 @@ from support.devices.host_devices import make_mesh
 
 from jax_nvfp4_moe import NVFP4MoE, Router, quantize_experts
 from jax_nvfp4_moe.nn import TokenRouter
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 SIZES = 8, 64, 32
 X = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
@@ -195,10 +196,14 @@ def test_logits_with_a_bound():
     plain = TokenRouter(8, 64, top_k=2, dtype=jnp.float32, rngs=nnx.Rngs(0))
     weight = plain.weight.get_value()
     bounded = TokenRouter(8, 64, top_k=2, weight=weight, logit_cap=0.5, dtype=jnp.float32)
-    logits = 0.5 * np.tanh(np.asarray(plain.logits(x)) / 0.5)
-    np.testing.assert_allclose(bounded.logits(x), logits, rtol=1e-6)
     ids, weights = bounded(x)
-    chosen = np.exp(np.take_along_axis(logits, np.asarray(ids), axis=-1))
-    expected = chosen / chosen.sum(axis=-1, keepdims=True)
-    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+    def compute(kind):
+        logits = kind(0.5) * np.tanh(np.asarray(plain.logits(x), kind) / kind(0.5))
+        chosen = np.exp(np.take_along_axis(logits, np.asarray(ids), axis=-1))
+        return logits, chosen / chosen.sum(axis=-1, keepdims=True)
+
+    exact, rounded = compute(np.float64), compute(np.float32)
+    for found, yardstick, truth in zip((bounded.logits(x), weights), rounded, exact, strict=True):
+        assert_as_accurate_as(found, yardstick, truth)
     assert np.abs(plain(x)[1] - weights).max() > 0.01
