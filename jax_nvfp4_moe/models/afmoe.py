@@ -11,19 +11,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.decoder import (
-    Architecture,
-    Decoder,
-    DecoderLayer,
-    build_around,
-    build_parts,
-)
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around, build_parts
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
+from jax_nvfp4_moe.models.post_norms import PostNormLayer
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     build_block,
@@ -35,7 +29,6 @@ from jax_nvfp4_moe.models.step3p7 import HeadGatedAttention
 from jax_nvfp4_moe.nn.attention.grouped_query import build_heads
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_experts", "num_local_experts")
@@ -114,51 +107,6 @@ class GatedAttention(HeadGatedAttention):
     by_channel = True
 
 
-class Layer(DecoderLayer):
-    """A layer with a norm before and after each part.
-
-    ``x = x + attention_post_norm(attention(attention_norm(x)))``
-    ``y = x + mlp_post_norm(mlp(mlp_norm(x)))``
-
-    Attributes:
-      attention_norm: the norm before the attention.
-      attention: the attention.
-      attention_post_norm: the norm after the attention.
-      mlp_norm: the norm before the feed-forward.
-      mlp: a dense MLP or an expert block.
-      mlp_post_norm: the norm after the feed-forward.
-    """
-
-    def __init__(
-        self,
-        attention_norm: RMSNorm,
-        attention: Any,
-        mlp_norm: RMSNorm,
-        mlp: Any,
-        *,
-        attention_post_norm: RMSNorm,
-        mlp_post_norm: RMSNorm,
-    ):
-        """Make a layer of its parts."""
-        super().__init__(attention_norm, attention, mlp_norm, mlp)
-        self.attention_post_norm, self.mlp_post_norm = attention_post_norm, mlp_post_norm
-
-    def __call__(self, stream, positions, entries):
-        """Run the layer with the arguments and results of `DecoderLayer`."""
-        with jax.named_scope("attention"):
-            x, normal = self.attention_norm.normalize_sum(stream)
-            y, entries = self.attention(normal, positions, entries)
-            y = _normalized(self.attention_post_norm, y)
-        with jax.named_scope("mlp"):
-            x, normal = self.mlp_norm.normalize_sum(Residual(x, y))
-            return Residual(x, _normalized(self.mlp_post_norm, self.mlp(normal))), entries
-
-
-def _normalized(norm, y):
-    """Normalize ``y [b, t, h]``, for a few tokens by a kernel, as the norms of the stream are."""
-    return norm.normalize_sum(Residual(y))[1]
-
-
 class AfmoeDecoder(Decoder):
     """A decoder whose embedding is multiplied by ``config.embedding_factor``."""
 
@@ -183,12 +131,15 @@ def build_model(config: AfmoeConfig, make: Builder) -> Decoder:
     """Make the whole model."""
 
     def build_layer(layer):
-        h, eps = config.hidden, config.eps
-        norms = {
-            name: make.norm(f"layers.{layer}.{name}", h, eps)
-            for name in ("attention_post_norm", "mlp_post_norm")
-        }
-        return Layer(*build_parts(config, layer, make, build_attention, build_moe), **norms)
+        parts = build_parts(config, layer, make, build_attention, build_moe)
+        attention_norm, attention, mlp_norm, mlp = parts
+        attention_post_norm, mlp_post_norm = (
+            make.norm(f"layers.{layer}.{name}_post_norm", config.hidden, config.eps)
+            for name in ("attention", "mlp")
+        )
+        return PostNormLayer(
+            attention_norm, attention, attention_post_norm, mlp_norm, mlp, mlp_post_norm
+        )
 
     return build_around(config, make, build_layer, tied=config.tied, decoder=AfmoeDecoder)
 

@@ -47,10 +47,16 @@ class PostNormLayer(DecoderLayer):
         with jax.named_scope("attention"):
             x, normal = _normalize(self.attention_norm, stream)
             y, entries = self.attention(normal, positions, entries)
-            stream = Residual(x, self.attention_post_norm(y))
+            stream = Residual(x, _normalize_alone(self.attention_post_norm, y))
         with jax.named_scope("mlp"):
             x, normal = _normalize(self.mlp_norm, stream)
-            return Residual(x, self.mlp_post_norm(self.mlp(normal))), entries
+            y = self.mlp(normal)
+            return Residual(x, _normalize_alone(self.mlp_post_norm, y)), entries
+
+
+def _normalize_alone(norm: RMSNorm, y: jax.Array) -> jax.Array:
+    """Normalize ``y [b, t, h]``, for a few tokens by a kernel, as the norms of the stream are."""
+    return norm.normalize_sum(Residual(y))[1]
 
 
 def add(stream: Residual) -> jax.Array:
