@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Int32
 from jax_nvfp4_moe.inference import prompt_lookup, token_prediction
 from jax_nvfp4_moe.inference.generative_model import call_options
 from jax_nvfp4_moe.inference.sampling import Sampling, choose, whole_number
+from jax_nvfp4_moe.ops.state_window import put_kept, take_kept
 
 # Name of `draft` -> the module whose `begin`, `propose` and `record` make drafts.
 DRAFTERS: Mapping[str, Any] = {"lookup": prompt_lookup, "mtp": token_prediction}
@@ -157,6 +158,8 @@ class DraftState:
       cost: time of a step with drafts over that of a step without, float32 scalar.
       pause: number of steps to run without drafts, int32 scalar.
       drafting: how tokens are drafted. Static.
+      kept: inside of the loop, what all windows of `cache` go on from; see `take_kept`. None
+        outside, and if the cache has no windows.
     """
 
     cache: Any
@@ -173,6 +176,7 @@ class DraftState:
     cost: jax.Array
     pause: jax.Array
     drafting: Drafting = dataclasses.field(metadata={"static": True})
+    kept: Int32[Array, " b"] | None = None
 
     @property
     def ended(self) -> Bool[Array, " b"]:
@@ -226,6 +230,8 @@ def decode_with_drafts(
       read: calls the model: ``read(model, ids, cache)``, with `Drafting.read_options`.
       propose: calls `Drafting.propose`.
     """
+    cache, kept = take_kept(state.cache)
+    state = dataclasses.replace(state, cache=cache, kept=kept)
     early = not state.drafting.drafter.NEEDS_HIDDEN  # drafts take no time
 
     def more(known):
@@ -253,7 +259,8 @@ def decode_with_drafts(
         return lax.while_loop(lambda known: more(known) & pays(known), with_drafts, known)
 
     always = not (early or state.drafting.automatic)
-    return lax.while_loop(more, with_drafts if always else steps, look(state))[0]
+    state, _ = lax.while_loop(more, with_drafts if always else steps, look(state))
+    return dataclasses.replace(state, cache=put_kept(state.cache, state.kept), kept=None)
 
 
 def _propose(model, state, propose):
@@ -311,7 +318,8 @@ def _last(state):
 
 def _read_and_keep(model, sampling, read, state, ids, drafts):
     """Read tokens ``[b, 1 + n]``, and add the tokens that follow to the state."""
-    logits, *hidden, cache = read(model, ids, state.cache)
+    before = put_kept(state.cache, state.kept)
+    logits, *hidden, after = read(model, ids, before)
     new, finite = choose(sampling, logits, state.count)
     accepted, emitted, stopped = _count_kept(sampling, state, new, drafts)
     window = ids.shape[1]
@@ -319,9 +327,11 @@ def _read_and_keep(model, sampling, read, state, ids, drafts):
     first = state.count + jnp.argmax(wrong, axis=1).astype(jnp.int32)
     found = wrong.any(axis=1) & (state.not_finite < 0)
     record = state.drafting.drafter.record
+    cache, kept = take_kept(_go_back(model, before, after, ids, emitted))
     return dataclasses.replace(
         state,
-        cache=_go_back(model, state.cache, cache, ids, emitted),
+        cache=cache,
+        kept=kept,
         tokens=_write(state.tokens, new, state.count),
         count=state.count + emitted,
         stopped=stopped,

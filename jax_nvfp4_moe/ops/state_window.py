@@ -25,11 +25,12 @@ class StateWindow:
         oldest first.
       others: name -> entries that are stored by position.
       kept: int32 ``[b]``, the index of the state of each row from which the next token goes on.
+        None in a cache of `take_kept`.
     """
 
     states: Mapping[str, Array]
     others: Mapping[str, Array]
-    kept: Int32[Array, " b"]
+    kept: Int32[Array, " b"] | None
 
     @classmethod
     def open(
@@ -81,6 +82,35 @@ class StateWindow:
     def keep(self, tokens: Int32[Array, " b"]) -> "StateWindow":
         """Return the window that goes on after the first `tokens` of the last tokens, 1 or more."""
         return dataclasses.replace(self, kept=jnp.maximum(tokens - 1, 0))
+
+
+def take_kept(cache: Any) -> tuple[Any, Array | None]:
+    """Return a cache whose windows have no `kept`, and that of all of them.
+
+    The windows of a cache go back together. A loop that carries one `kept` for all layers has no
+    copies of it to make.
+
+    Args:
+      cache: a pytree with `StateWindow` in it, or without.
+
+    Returns:
+      The cache, and None for `kept` if it has no window.
+    """
+    windows = [one for one in jax.tree.leaves(cache, is_leaf=_is_window) if _is_window(one)]
+    return put_kept(cache, None), windows[0].kept if windows else None
+
+
+def put_kept(cache: Any, kept: Array | None) -> Any:
+    """Return the cache with `kept` in all its windows; the inverse of `take_kept`."""
+
+    def put(entries):
+        return dataclasses.replace(entries, kept=kept) if _is_window(entries) else entries
+
+    return jax.tree.map(put, cache, is_leaf=_is_window)
+
+
+def _is_window(tree):
+    return isinstance(tree, StateWindow)
 
 
 def run_tokens(
