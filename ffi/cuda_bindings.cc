@@ -166,6 +166,31 @@ ffi::Error GroupedGemm(cudaStream_t stream, Call& operands, std::string_view act
                             : LaunchGroupedGemm(stream, call, buffers));
 }
 
+ffi::Error TransposedGemm(cudaStream_t stream, Call& operands) {
+  GroupedGemmCall call;
+  const int64_t n = operands.size("k"), k = operands.size("n"), e = operands.size("e");
+  call.shape = {operands.size("m"), n, n, k, e, 1};
+  call.type = operands.type("x");
+  call.activation_scale = ActivationScale::kNone;
+  call.engine = EngineKind::kSm90;
+  call.transposed = true;
+  operands.SetTile(TileOf(call.engine));
+  NVFP4_RETURN_IF_ERROR(
+      operands.Check({MultipleOf("n (x)", k, 16), MultipleOf("k (y)", n, 16),
+                      AtMost("e (packed)", e, kMaxExperts), AtMost("m (x)", call.shape.m, kMaxRows),
+                      AtMost("n (x)", k, kMaxEngineExtent), AtMost("k (y)", n, kMaxEngineExtent)}));
+  if (e != 1) NVFP4_RETURN_IF_ERROR(operands.ExpectGiven("group_sizes"));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(operands, TransposedGemmWorkspaceBytes(call.shape)));
+  const GroupedGemmBuffers buffers = {
+      operands.in<void>("x"),
+      {operands.in<uint8_t>("packed"), operands.in<uint8_t>("block_scale"),
+       operands.in("global_scale"), nullptr, nullptr},
+      operands.in_or_null<int32_t>("group_sizes"),
+      operands.out("y"),
+      operands.out("workspace")};
+  return FromCuda(LaunchGroupedGemmW4A16(stream, call, buffers));
+}
+
 ffi::Error Quantize(cudaStream_t stream, Call& operands, std::string_view scale_layout) {
   QuantizeCall call = {operands.size("m"), operands.size("k"), operands.type("x"), false};
   NVFP4_RETURN_IF_ERROR(ReadQuantize(operands, scale_layout, &call.swizzle_128x4));
@@ -251,6 +276,8 @@ const std::vector<NamedHandler>& CudaHandlers() {
                           GroupedGemm<EngineKind::kSm80>, NVFP4_GROUPED_GEMM_ATTRIBUTES),
         NVFP4_CUDA_TARGET("nvfp4_grouped_gemm_w4a16_sm90", kGroupedGemmOperands,
                           GroupedGemm<EngineKind::kSm90>, NVFP4_GROUPED_GEMM_ATTRIBUTES),
+        NVFP4_CUDA_TARGET("nvfp4_transposed_gemm_w4a16_sm90", kTransposedGemmOperands,
+                          TransposedGemm, ),
         NVFP4_CUDA_TARGET("nvfp4_moe_w4a4_sm120", kMoEOperands, MoE<EngineKind::kSm120>,
                           NVFP4_MOE_ATTRIBUTES),
         NVFP4_CUDA_TARGET("nvfp4_grouped_gemm_w4a4_sm120", kGroupedGemmOperands,

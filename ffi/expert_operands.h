@@ -89,6 +89,18 @@ constexpr Operand kGroupedGemmOperands[] = {
     {"workspace", kU8, "[bytes]", kResult},
 };
 
+// A grouped GEMM with transposed weights, which have k outputs. If gate and up rows of the weights
+// share tiles, columns of x take turns in eights, as the rows of a tile do.
+constexpr Operand kTransposedGemmOperands[] = {
+    {"x", kHalf, "[m, n]"},
+    {"packed", kU8, "[e, n, k/2]", kInTiles},
+    {"block_scale", kE4M3, "[e, n, k/16]", kInTiles},
+    {"global_scale", kF32, "[e, 1]"},
+    {"group_sizes", kS32, "[e] or [0]"},  // may be left out if e is 1
+    {"y", Like("x"), "[m, k]", kResult},
+    {"workspace", kU8, "[bytes]", kResult},
+};
+
 // As ReadMoE, for a grouped GEMM.
 inline ffi::Error ReadGroupedGemm(Call& operands, std::string_view activation_scale, Tile tile,
                                   GroupedGemmShape* shape, DataType* type, ActivationScale* scale) {

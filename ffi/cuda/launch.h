@@ -121,6 +121,8 @@ struct GroupedGemmCall {
   EngineKind engine;
   bool weight_is_unchanged = false;  // since the previous kernel (launch_kernel.cuh)
   bool starts_next = false;          // whether the next kernel may start at once
+  // Whether weights are transposed: y = W.T @ x, where W is [k, n] of `shape`. Only on kSm90.
+  bool transposed = false;
 
   // Without experts, the output is zeros and no kernel runs.
   bool is_empty() const { return shape.m == 0 || shape.n == 0 || shape.e == 0; }
@@ -683,6 +685,9 @@ inline int64_t MoEW4A16Bytes(const int64_t* s) {
 inline int64_t GroupedGemmW4A16Bytes(const int64_t* s) {
   return GroupedGemmW4A16WorkspaceBytes(GroupedGemmOf(s), TypeOfSize(s[4]));
 }
+inline int64_t TransposedGemmBytes(const int64_t* s) {
+  return TransposedGemmWorkspaceBytes(GroupedGemmOf(s));
+}
 inline AttentionShape AttentionOf(const int64_t* s) {
   return {s[0], s[1], s[2], s[3], s[4], s[5], s[5]};
 }
@@ -695,6 +700,7 @@ constexpr WorkspaceFact kCudaWorkspaces[] = {
      [](const int64_t* s) { return MoEW4A4Sm100WorkspaceBytes(MoEOf(s)); }},
     {"nvfp4_grouped_gemm_w4a16_sm80", "m e n k itemsize", GroupedGemmW4A16Bytes},
     {"nvfp4_grouped_gemm_w4a16_sm90", "m e n k itemsize", GroupedGemmW4A16Bytes},
+    {"nvfp4_transposed_gemm_w4a16_sm90", "m e n k", TransposedGemmBytes},
     {"nvfp4_grouped_gemm_w4a4_sm120", "m e n k itemsize",
      [](const int64_t* s) { return GroupedGemmW4A4WorkspaceBytes(GroupedGemmOf(s)); }},
     {"nvfp4_grouped_gemm_w4a4_sm100", "m e n k itemsize",

@@ -1,6 +1,7 @@
 """`dense_moe`: an expert layer that is not NVFP4, computed expert by expert."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax_nvfp4_moe.ops.gradient import (
     ExpertLayer,
     in_float32,
     take_expert,
+    visit_experts,
     with_expert_gradient,
 )
 from jax_nvfp4_moe.ops.moe import check_call
@@ -88,7 +90,7 @@ def dense_moe(
         )
 
     layer = ExpertLayer(experts.num_experts, take_expert, run_rows, weight_on_input)
-    run = with_expert_gradient(forward, layer)
+    run = with_expert_gradient(forward, functools.partial(visit_experts, layer))
     ids, weights = narrow_ids(expert_ids), expert_weights.astype(jnp.float32)
     return run(x, in_float32(experts), ids, weights)
 

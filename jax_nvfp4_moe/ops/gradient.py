@@ -1,9 +1,10 @@
 """Gradients of the ops to activations, expert weights and biases; quantized weights are frozen.
 
-The kernels have no derivative. The backward pass is plain XLA for every backend. It visits one
-expert at a time: it dequantizes the weights of the expert to float32, runs the rows of the expert
-again in chunks, and differentiates that computation. So only the operands are kept for the backward
-pass, and only one expert's weights exist in float32.
+The kernels have no derivative. Only the operands are kept for the backward pass. Where a device has
+a kernel for transposed weights, `ops.experts.backward` multiplies all rows at once. Elsewhere the
+backward pass is plain XLA, and visits one expert at a time: it dequantizes the weights of the
+expert to float32, runs the rows of the expert again in chunks, and differentiates that computation.
+So only one expert's weights exist in float32.
 
 Roundings count as the identity (straight-through estimator). This concerns activations that w4a4
 schemes round to NVFP4, and the values between the two GEMMs, which are rounded to the dtype of the
@@ -22,13 +23,13 @@ from jax import lax
 from jax_nvfp4_moe.backends.by_rows import by_rows
 from jax_nvfp4_moe.numerics.auto_axes import on_auto_axes
 from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
-from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.experts.meaning import (
     CHUNK_ROWS,
     by_chunks,
     group_bounds,
     round_to,
     sort_slots,
+    visit_each,
 )
 
 
@@ -86,23 +87,20 @@ class ExpertLayer(NamedTuple):
     weight_on_input: bool
 
 
-def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
+def with_expert_gradient(forward: Callable, find_bars: Callable) -> Callable:
     """Return `forward` with a gradient to tokens, expert weights and biases.
 
-    With ``e = expert_ids[t, j]``, the backward pass differentiates
-    ``y[t] = sum_j expert_weights[t, j] * run_rows(read_expert(params, e), biases[e], x[t])``. The
-    forward pass does not change.
+    The forward pass does not change.
 
     Args:
       forward: ``(x [t, h], params, expert_ids [t, k], expert_weights float32 [t, k])`` to
         ``[t, h]`` in the dtype of x. `params` are `MoEParams` or `DenseExperts` with biases in
         float32.
-      layer: the same computation, expert by expert.
+      find_bars: ``(operands, y_bar [t, h])`` to the float32 cotangents of tokens ``[t, h]`` and
+        expert weights ``[t, k]``, and a dictionary of those of the biases.
     """
     run = jax.custom_vjp(_varying(by_rows(forward, "t, -, t, t -> t")))
-    bars = by_rows(
-        lambda *given: _expert_bars(layer, given[:-1], given[-1]), "t, -, t, t, t -> t, t, +"
-    )
+    bars = by_rows(lambda *given: find_bars(given[:-1], given[-1]), "t, -, t, t, t -> t, t, +")
 
     def ahead(*operands):
         return run(*operands), operands
@@ -121,8 +119,13 @@ def _varying(forward):
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=0)
-def _expert_bars(layer, operands, y_bar):
-    """Return the float32 cotangents of tokens, expert weights and biases."""
+def visit_experts(layer: ExpertLayer, operands, y_bar):
+    """Return the float32 cotangents of tokens, expert weights and biases, expert by expert.
+
+    With ``e = expert_ids[t, j]``, this differentiates
+    ``y[t] = sum_j expert_weights[t, j] * run_rows(read_expert(params, e), biases[e], x[t])``. The
+    first argument is that computation; `with_expert_gradient` describes the others.
+    """
     # Arrays of NumPy that a function closes over cannot be indexed by values of a trace.
     x, params, expert_ids, expert_weights = jax.tree.map(jnp.asarray, operands)
     biases = {name: getattr(params, name) for name in BIASES}
@@ -145,7 +148,7 @@ def _expert_bars(layer, operands, y_bar):
 
             return by_chunks(run_chunk, starts[expert], ends[expert], bars, chunk)
 
-        bars = _visit_each(starts, ends, visit, bars)
+        bars = visit_each(starts, ends, visit, bars)
     x_bar, weights_bar, biases_bar = bars
     return x_bar, weights_bar.reshape(expert_weights.shape), biases_bar
 
@@ -189,7 +192,7 @@ def _add_piece(layer, weights, given, expert, rows, bars):
     )
 
 
-def with_product_gradient(forward: Callable) -> Callable:
+def with_product_gradient(forward: Callable, transposed: Callable) -> Callable:
     """Return `forward`, a grouped GEMM, with a gradient to rows and biases.
 
     The backward pass differentiates ``y[i] = W[g] @ x[i] + bias[g]`` for row i of group g:
@@ -200,9 +203,11 @@ def with_product_gradient(forward: Callable) -> Callable:
       forward: ``(x [m, k], weight, group_sizes [e], input_scale, bias)`` to ``[m, n]`` in the dtype
         of x. `weight` is an `NVFP4Tensor` ``[e, n, k]``; `bias` is float32 ``[e, n]`` or None.
         `group_sizes` is None if one group has all rows. x may then be ``[..., k]``.
+      transposed: ``(y_bar [m, n], weight, group_sizes)`` to ``[m, k]``, such as `transposed_gemm`.
     """
     run = jax.custom_vjp(_varying(forward))
-    linear_bars = by_rows(_linear_bars, "-, -, ... _ -> ... _, +")
+    bars = functools.partial(_product_bars, transposed)
+    linear_bars = by_rows(functools.partial(_linear_bars, bars), "-, -, ... _ -> ... _, +")
 
     def ahead(x, weight, group_sizes, input_scale, bias):
         return run(x, weight, group_sizes, input_scale, bias), (bias, weight, group_sizes)
@@ -212,60 +217,41 @@ def with_product_gradient(forward: Callable) -> Callable:
         if group_sizes is None:
             x_bar, bias_bar = linear_bars(bias, weight, y_bar)
         else:
-            x_bar, bias_bar = _product_bars(bias, weight, group_sizes, y_bar)
+            x_bar, bias_bar = bars(bias, weight, group_sizes, y_bar)
         return x_bar.astype(y_bar.dtype), None, None, None, bias_bar
 
     run.defvjp(ahead, back)
     return on_auto_axes(lambda *operands: run(*vary_together(operands)))
 
 
-def _linear_bars(bias, weight, y_bar):
-    """Return the float32 cotangents of rows ``[..., k]`` of one group, and of its bias."""
+def _linear_bars(bars, bias, weight, y_bar):
+    """Return the cotangents of rows ``[..., k]`` of one group, and of its bias."""
     flat = y_bar.reshape(-1, y_bar.shape[-1])
-    x_bar, bias_bar = _product_bars(bias, weight, None, flat)
+    x_bar, bias_bar = bars(bias, weight, None, flat)
     return x_bar.reshape(*y_bar.shape[:-1], weight.shape[-1]), bias_bar
 
 
-@functools.partial(jax.jit, inline=True)
-def _product_bars(bias, weight, group_sizes, y_bar):
-    """Return the float32 cotangents of rows and biases."""
-    bias, weight, group_sizes = jax.tree.map(jnp.asarray, (bias, weight, group_sizes))
-    m, (e, _, k) = y_bar.shape[0], weight.shape
-    bars = jnp.zeros((m, k), jnp.float32), jax.tree.map(jnp.zeros_like, bias)
-    bars = vary_like(bars, y_bar)
-    if m == 0 or e == 0:
-        return bars
-    starts, ends = group_bounds(group_sizes, m)
-    chunk = m if e == 1 else CHUNK_ROWS  # `linear` has one matrix: all rows in one GEMM
-    padded = jnp.concatenate([y_bar, jnp.zeros((chunk, y_bar.shape[1]), y_bar.dtype)])
-    precision = precision_for(y_bar.dtype)
-
-    def visit(group, bars):
-        one = take_expert(weight, group).dequantize(jnp.float32)
-
-        def run_chunk(start, bars):
-            row = start + jnp.arange(chunk, dtype=jnp.int32)
-            alive = row < ends[group]
-            bar = lax.dynamic_slice_in_dim(padded, start, chunk).astype(jnp.float32)
-            bar = jnp.where(alive[:, None], bar, 0.0)
-            x_bar, bias_bar = bars
-            back = jnp.matmul(bar, one, precision=precision)
-            return (
-                x_bar.at[jnp.where(alive, row, m)].set(back, mode="drop"),
-                jax.tree.map(lambda sums: sums.at[group].add(bar.sum(0)), bias_bar),
-            )
-
-        return by_chunks(run_chunk, starts[group], ends[group], bars, chunk)
-
-    return _visit_each(starts, ends, visit, bars)
+@functools.partial(jax.jit, inline=True, static_argnums=0)
+def _product_bars(transposed, bias, weight, group_sizes, y_bar):
+    """Return the cotangents of rows, in their dtype, and of biases, in float32."""
+    weight, group_sizes = jax.tree.map(jnp.asarray, (weight, group_sizes))
+    x_bar = transposed(y_bar, weight, group_sizes)
+    if bias is None:
+        return x_bar, None
+    return x_bar, sum_groups(y_bar.astype(jnp.float32), group_sizes, len(bias))
 
 
-def _visit_each(starts, ends, visit, carry):
-    """Run ``carry = visit(expert, carry)`` for each expert that has rows; return the last carry."""
-    there = ends > starts
-    visited = jnp.argsort(~there, stable=True)  # those with rows come first, in their order
-    count = jnp.sum(there, dtype=jnp.int32)
-    return lax.fori_loop(0, count, lambda i, carry: visit(visited[i], carry), carry)
+def sum_groups(rows, group_sizes, num_groups: int):
+    """Return the sums ``[num_groups, n]`` of float32 rows ``[m, n]`` that are sorted by group.
+
+    `group_sizes` is None if one group has all rows.
+    """
+    if group_sizes is None:
+        return rows.sum(axis=0, keepdims=True)
+    ends = group_bounds(group_sizes, len(rows))[1]
+    # A row of no group has the number of groups, and is dropped.
+    own = jnp.searchsorted(ends, jnp.arange(len(rows), dtype=ends.dtype), side="right")
+    return jax.ops.segment_sum(rows, own, num_groups, indices_are_sorted=True)
 
 
 def _zeros(leaf):

@@ -16,12 +16,14 @@ from jax_nvfp4_moe.ops.checks import check_floats
 from jax_nvfp4_moe.ops.conversion import report_conversion
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.documentation import public_op
+from jax_nvfp4_moe.ops.experts.backward import grouped_bars, plan_grouped_bars
 from jax_nvfp4_moe.ops.experts.meaning import round_activations, round_to
 from jax_nvfp4_moe.ops.gradient import (
     ExpertLayer,
     in_float32,
     straight_through,
     take_expert,
+    visit_experts,
     with_expert_gradient,
 )
 from jax_nvfp4_moe.ops.preparation import find_checkpoint_scheme, plan_experts
@@ -72,8 +74,9 @@ def moe_mlp(
     The result of ``act`` is rounded to the dtype of `x`, and sums are float32. Under the w4a4
     schemes, the inputs of both GEMMs are rounded to NVFP4 first.
 
-    Gradients flow to `x`, `expert_weights` and biases, with every rounding as the identity. The
-    backward pass is plain XLA; the weights are frozen.
+    Gradients flow to `x`, `expert_weights` and biases, with every rounding as the identity; the
+    weights are frozen. On devices of compute capability 9.0 the backward pass runs on kernels in 16
+    bits, and elsewhere in plain XLA.
 
     Args:
       x: tokens ``[t, h]``, bfloat16, float16 or float32; t may be 0.
@@ -137,7 +140,9 @@ def moe_mlp(
     assert plan.scheme is not None  # only ops without weights have plans without a scheme
     rows = _RunRows(call, plan.scheme, x.dtype)
     layer = ExpertLayer(params.num_experts, _read_expert, rows, weight_on_input)
-    run = with_expert_gradient(functools.partial(plan.lower, **static), layer)
+    grouped = plan_grouped_bars(params, plan, x.dtype, call, weight_on_input)
+    find_bars = functools.partial(*((grouped_bars, grouped) if grouped else (visit_experts, layer)))
+    run = with_expert_gradient(functools.partial(plan.lower, **static), find_bars)
     return run(x, params, narrow_ids(expert_ids), expert_weights.astype(jnp.float32))
 
 

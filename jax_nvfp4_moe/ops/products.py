@@ -14,6 +14,8 @@ from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.checks import check_floats
 from jax_nvfp4_moe.ops.conversion import report_conversion
 from jax_nvfp4_moe.ops.documentation import public_op
+from jax_nvfp4_moe.ops.experts.backward import fold_parts, plan_transposed
+from jax_nvfp4_moe.ops.experts.meaning import transposed_gemm
 from jax_nvfp4_moe.ops.gradient import with_product_gradient
 from jax_nvfp4_moe.ops.preparation import plan_product
 from jax_nvfp4_moe.scheme import Scheme, Target
@@ -47,10 +49,23 @@ def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
     run = functools.partial(plan.lower, scheme=plan.scheme)
     if group_sizes is None:
         run = by_rows(functools.partial(_flatten, run), "... _, -, -, -, - -> ... _")
-    run = with_product_gradient(run)
+    run = with_product_gradient(run, _find_transposed(plan, x.dtype))
     bias = None if bias is None else bias.astype(jnp.float32)
     sizes = None if group_sizes is None else group_sizes.astype(jnp.int32)
     return run(x, weight.to_layout(plan.layout), sizes, input_scale, bias)
+
+
+def _find_transposed(plan, dtype):
+    """Return the product with transposed weights: on a kernel, or as it is defined."""
+    transposed = plan_transposed(plan, dtype)
+    if transposed is None:
+        return transposed_gemm
+    return functools.partial(_multiply_transposed, transposed)
+
+
+def _multiply_transposed(plan, x, weight, group_sizes):
+    """Multiply rows by transposed weights on a kernel, which reads one global scale per expert."""
+    return plan.lower(*fold_parts(x, weight, group_sizes), group_sizes)
 
 
 def _flatten(run, x, *operands):
@@ -76,8 +91,7 @@ def grouped_gemm(
     ``i`` of group ``g`` gives ``y[i] = W[g] @ x[i]``. Rows after the first ``sum(group_sizes)``
     rows give zeros. Sums are float32.
 
-    Gradients flow to `x`, with every rounding as the identity. The backward pass is plain XLA;
-    `weight` is frozen.
+    Gradients flow to `x`, with every rounding as the identity; `weight` is frozen.
 
     Args:
       x: rows ``[m, k]``, sorted by group; bfloat16, float16 or float32. m may be 0.
@@ -142,8 +156,8 @@ def linear(
 ) -> Float[Array, "... n"]:
     """Multiply by one NVFP4 matrix: ``y = x @ dequantize(weight).T + bias``.
 
-    Sums are float32. Gradients flow to `x` and `bias`, with every rounding as the identity. The
-    backward pass is plain XLA; `weight` is frozen.
+    Sums are float32. Gradients flow to `x` and `bias`, with every rounding as the identity;
+    `weight` is frozen.
 
     Args:
       x: ``[..., k]``, bfloat16, float16 or float32.

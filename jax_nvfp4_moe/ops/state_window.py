@@ -30,7 +30,7 @@ class StateWindow:
 
     states: Mapping[str, Array]
     others: Mapping[str, Array]
-    kept: Int32[Array, " b"] | None
+    kept: Int32[Array, " b"]
 
     @classmethod
     def open(

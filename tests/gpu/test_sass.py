@@ -27,7 +27,8 @@ pytestmark = pytest.mark.cuda_build
 
 PTX = {"sm_80"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
-HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
+# Instances of ExpertGemmSm90: six tile sizes, and three for transposed weights; two dtypes.
+HOPPER_KERNELS = 18
 LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtypes
 ROW_KERNELS = (
     12  # instances of LinearRow: two dtypes, three kinds of norms, with and without refills
@@ -237,7 +238,10 @@ def test_hopper_product_uses_warpgroup_instructions(code):
         # If ptxas serializes the wgmmas (warning C7510 and others), each has a fence and a wait.
         assert count["WARPGROUP"] < count["HGMMA"], f"{name} waits after every product"
         assert count["UBLKCP"] >= 2, name
-        assert (count["UTMALDG"] > 0) == (int(re.search(r"ConfigILi(\d+)E", name)[1]) >= 32), name
+        rows, transposed = re.search(r"ConfigILi(\d+)E.*Lb([01])E", name).groups()
+        assert (count["UTMALDG"] > 0) == (int(rows) >= 32), name
+        # A tile has four fragments of four registers, each of which is an 8x8 matrix.
+        assert (count["MOVM"] >= 2 * 16) == (transposed == "1"), name
         assert count["HMMA"] == 0, name
 
 

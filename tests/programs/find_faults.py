@@ -140,6 +140,7 @@ TESTS_OF_OPS = {
     "add_rms_norm": "test_norms.py",
     "moe_mlp": "test_ops.py",
     "grouped_gemm": "test_ops.py",
+    "transposed_gemm": "test_gradient.py",
     "attention": "test_attention.py",
     "causal_convolution": "test_convolution.py",
     "latent_attention": "test_attention.py",

@@ -43,9 +43,11 @@ from support.kernels.latent_attention_suite import make as make_latent_attention
 from support.kernels.latents_suite import CASES as LATENTS
 from support.kernels.latents_suite import PAIRS as LATENT_PAIRS
 from support.kernels.latents_suite import make as make_latents
+from support.ops.expert_gradients import layer, ours
+from support.ops.gradient_suite import PRODUCTS, ProductGradientSuite, product_gradient
 from support.ops.shared_expert_block import HIDDEN, make_layer, run_layers
 
-from jax_nvfp4_moe import Target, ops
+from jax_nvfp4_moe import Target, ops, prepare
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.rope import Rope
@@ -415,6 +417,21 @@ def run_experts():
         run_fp4("w4a4_sm120")
 
 
+def run_gradients():
+    """Multiply by transposed weights: in gradients of products, linears and expert layers."""
+    target = Target.current()
+    for case, dtype in itertools.product(PRODUCTS, ("bfloat16", "float16")):
+        rows, weight, sizes, bar = ProductGradientSuite().operands(case, dtype)
+        ready = prepare(weight, target=target, dtype=dtype)
+        found = product_gradient(rows, ready, sizes, bar, target=target)
+        check(f"gradient of product {case} {dtype}", found)
+    for activation, tokens in itertools.product(("silu", "relu2"), (1, 9, 300)):
+        x, params, ids, weights = layer(tokens, activation=activation, dtype=jnp.bfloat16)
+        found = ours(x, prepare(params, target=target), ids, weights, activation=activation)
+        for name, bars in found.items():
+            check(f"gradient of layer {activation} {tokens} {name}", bars)
+
+
 PARTS = {
     "linears": run_linears,
     "attention": run_attention,
@@ -429,6 +446,7 @@ PARTS = {
     "recurrent_steps": run_recurrent_steps,
     "state_windows": run_state_windows,
     "experts": run_experts,
+    "gradients": run_gradients,
 }
 
 if __name__ == "__main__":

@@ -441,6 +441,7 @@ def test_scripts_that_start_others_run(script, arguments, tmp_path):
         ),  # it compiles a program that measures the peak
         ("layout.py", "--case tiny --backend moe_w4a16_cpu", 1),
         ("ragged_products.py", "--case tiny --tokens 1 5", 2),
+        ("backward.py", "--case tiny --tokens 1 5 --contestant nvfp4 xla", 4),
         ("quantize.py", "--case given --tokens 7 130 --k 64 --copy-gibibytes 0.01", 2),
     ],
 )

@@ -2,6 +2,9 @@
 //
 //   out[r] = act(W[e(r)] @ x[r] * row_scale[r] * input_scale[e(r)] * global_scale + bias)
 //
+// With transposed weights, for gradients, W[e(r)].T takes the place of W[e(r)]. Then k counts the
+// rows of W, and the output has its columns.
+//
 //   expert_gemm_sm90.cu            bf16, f16   wgmma, bulk copies; Hopper.
 //   expert_gemm_few_rows_sm90.cu   bf16, f16   mma.sync, bulk copies; experts with few rows,
 //   Hopper. expert_gemm_sm80.cu            bf16, f16   mma.sync, cp.async; everything since Ampere.
@@ -94,6 +97,7 @@ GemmKernel ChooseGemmSm90(int64_t rows, int64_t experts);
 GemmKernel ChooseGemmSm80(int64_t rows, int64_t experts);
 GemmKernel ChooseGemmSm120(int64_t rows, int64_t experts);
 GemmKernel FewRowsGemmSm90();  // for many experts with few rows each
+GemmKernel ChooseTransposedGemmSm90(int64_t rows, int64_t experts);
 
 inline GemmKernel ChooseGemm(EngineKind engine, int64_t rows, int64_t experts) {
   return engine == EngineKind::kSm90 ? ChooseGemmSm90(rows, experts)

@@ -14,6 +14,13 @@
 //   producer warps 2, 3    copy rows of x into the 128-byte swizzle, with zeros past k: by a tensor
 //                          map if the rows lie one after the other, otherwise by cp.async
 //   consumers              unpack a weight tile to fragments while the MMAs of the previous one run
+//
+// Transposed weights, for gradients: out = W[expert].T @ x, from the same bytes. Columns of weights
+// take the M dimension, and rows are k. So a warp unpacks 16 of the 64 columns of a tile, for all
+// of its rows, and transposes each 8x8 matrix of a fragment (movmatrix). The four warps read each
+// tile twice. In the layout of a gated layer, the rows of a tile are 32 of the gate and 32 of up,
+// which take turns in eights; columns of x must have that order.
+//
 // tile_scheduler.cuh divides the work. If an output tile is split, the block stores a partial sum,
 // or adds the partial sums of other blocks (partial_sums.cuh).
 //
@@ -47,7 +54,8 @@ constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
 // kRows: the most tokens of a tile. The MMAs of a tile cover its tokens rounded up to kRowStep.
 // kTiles: weight tiles of a consumer warpgroup. kDepth: how many times 64 of k a step covers. In
 // each step, a warpgroup has two weight tiles, either side by side or along k.
-template <int kRows_, int kRowStep_, int kTiles_, int kGroups_, int kStages_>
+template <int kRows_, int kRowStep_, int kTiles_, int kGroups_, int kStages_,
+          bool kTransposed_ = false>
 struct Config {
   static constexpr int kRows = kRows_;
   static constexpr int kRowStep = kRowStep_;
@@ -55,6 +63,7 @@ struct Config {
   static constexpr int kDepth = 2 / kTiles;
   static constexpr int kGroups = kGroups_;
   static constexpr int kStages = kStages_;
+  static constexpr bool kTransposed = kTransposed_;
   static constexpr int kBlockTiles = kTiles * kGroups;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
   // Registers of a thread. The launch gives each thread the same number, and setmaxnreg then moves
@@ -109,8 +118,12 @@ __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared
     const WorkUnit& work = scheduler.work;
     const int32_t first = work.m_block * C::kBlockTiles;
     const int32_t count = min(C::kBlockTiles, m_tiles - first);
-    const int64_t row = static_cast<int64_t>(work.tile.expert) * m_tiles + first + lane;
-    const uint8_t* source = weights + (row * k_tiles + work.begin * C::kDepth) * kBytes;
+    // Weight tiles lie row by row. Of transposed weights, m is the column.
+    const int64_t expert = work.tile.expert, m = first + lane, k = work.begin * C::kDepth;
+    const int64_t next = (C::kTransposed ? m_tiles : 1) * kBytes;  // from tile to tile along k
+    const uint8_t* source = weights + (C::kTransposed ? (expert * k_tiles + k) * m_tiles + m
+                                                      : (expert * m_tiles + m) * k_tiles + k) *
+                                          kBytes;
     for (int32_t step = work.begin; step < work.end; ++step) {
       const uint32_t full = shared.full + 8 * ring.stage;
       const uint32_t stage = target + ring.stage * C::kWeightBytes;
@@ -124,10 +137,11 @@ __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared
         // If k ends inside a step, the last tile is copied twice. The second copy is multiplied by
         // zeros.
         const bool whole = C::kDepth == 1 || (step + 1) * C::kDepth <= k_tiles;
-        BulkCopy(stage, source, whole ? C::kDepth * kBytes : kBytes, full);
-        if (!whole) BulkCopy(stage + kBytes, source, kBytes, full);
+        const bool at_once = whole && (C::kDepth == 1 || !C::kTransposed);
+        BulkCopy(stage, source, at_once ? C::kDepth * kBytes : kBytes, full);
+        if (!at_once) BulkCopy(stage + kBytes, whole ? source + next : source, kBytes, full);
       }
-      source += C::kDepth * kBytes;
+      source += C::kDepth * next;
       ring.Next();
     }
   }
@@ -265,20 +279,46 @@ struct Consumer {
             Uniform(work.end)};
   }
 
-  struct Packed {
+  struct PackedTile {
     uint4 codes;
     uint2 scales;
   };
+  // Of each 16 rows of a tile, the pair of steps with the columns of this warp.
+  struct PackedColumns {
+    uint2 codes[4];
+    uint32_t scales[4];
+  };
+  using Packed = std::conditional_t<C::kTransposed, PackedColumns, PackedTile>;
 
   // Loads the weights of tile `tile`, one of the two tiles that this warpgroup has in the stage.
   __device__ __forceinline__ Packed Load(int tile) {
     const uint32_t offset = ring.stage * C::kWeightBytes;
-    return {LoadShared16(codes + offset + tile * kTileCodeBytes),
-            LoadShared8(scales + offset + tile * kTileScaleBytes)};
+    const uint32_t own_codes = codes + offset + tile * kTileCodeBytes;
+    const uint32_t own_scales = scales + offset + tile * kTileScaleBytes;
+    if constexpr (C::kTransposed) {
+      Packed packed;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        packed.codes[j] = LoadShared8(own_codes + j * (kTileCodeBytes / 4));
+        packed.scales[j] = LoadShared4(own_scales + j * (kTileScaleBytes / 4));
+      }
+      return packed;
+    } else {
+      return {LoadShared16(own_codes), LoadShared8(own_scales)};
+    }
   }
 
   __device__ __forceinline__ void Unpack(const Packed& packed, uint32_t (&fragments)[4][4]) {
-    UnpackTile<T>(packed.codes, packed.scales, constants, fragments);
+    if constexpr (C::kTransposed) {
+      const bool odd = Uniform(threadIdx.x / 32) & 1;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        UnpackTransposed<T>(packed.codes[j].x, packed.codes[j].y, packed.scales[j], odd, constants,
+                            fragments[j]);
+      }
+    } else {
+      UnpackTile<T>(packed.codes, packed.scales, constants, fragments);
+    }
   }
 
   // Returns the descriptor address of the rows of this stage.
@@ -470,9 +510,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else {
     GrowRegisters<C::kConsumerRegisters>();
     const Shared shared = find_shared();
-    const uint32_t codes = shared.weights + 2 * group * kTileCodeBytes + thread * 16;
-    const uint32_t scales =
-        shared.weights + C::kScaleOffset + 2 * group * kTileScaleBytes + thread / 4 * 8;
+    const uint32_t pair = thread / 32 / 2;  // of steps, with the columns of a warp if transposed
+    const uint32_t lane = thread % 32;
+    const uint32_t codes = shared.weights + 2 * group * kTileCodeBytes +
+                           (C::kTransposed ? lane * 16 + pair * 8 : thread * 16);
+    const uint32_t scales = shared.weights + C::kScaleOffset + 2 * group * kTileScaleBytes +
+                            (C::kTransposed ? lane / 4 * 8 + pair * 4 : thread / 4 * 8);
     Consumer<T, C> consumer{p,  shared, constants, codes, scales, DescriptorAddress(shared.rows),
                             {}, {}};
     consumer.Run(announced);
@@ -488,6 +531,9 @@ using Rows32 = Config<32, 8, 1, 4, 7>;
 using Rows64 = Config<64, 16, 1, 4, 5>;
 using Rows96 = Config<96, 16, 1, 3, 4>;
 using Rows128 = Config<128, 16, 2, 2, 6>;
+
+template <typename C>
+using Transposed = Config<C::kRows, C::kRowStep, C::kTiles, C::kGroups, C::kStages, true>;
 
 constexpr int kMaxSms = 132;  // multiprocessors of a Hopper GPU, at most
 // Up to this many rows, hardly any expert has two, and the smallest tile is used.
@@ -543,14 +589,33 @@ constexpr Variant kVariants[] = {
 static_assert(MaxSharedBytes(kVariants) == kSharedBytesSm90, "limits.h");
 static_assert(kSharedBytesSm80 <= kSharedBytesSm90, "some layers run on that engine");
 
-const Variant& ChooseVariant(int64_t rows, int64_t experts) {
-  if (experts > 1 && rows <= kFewRows) return kVariants[0];
+// Gradients of few rows are rare, so fewer sizes of tiles do.
+constexpr Variant kTransposedVariants[] = {
+    MakeVariant<Transposed<Rows16>>(5),
+    MakeVariant<Transposed<Rows64>>(56),
+    MakeVariant<Transposed<Rows128>>(INT64_MAX),
+};
+
+static_assert(MaxSharedBytes(kTransposedVariants) <= kSharedBytesSm90, "limits.h");
+
+template <size_t kCount>
+const Variant& ChooseVariant(const Variant (&variants)[kCount], int64_t rows, int64_t experts) {
+  if (experts > 1 && rows <= kFewRows) return variants[0];
   const int64_t mean = rows / std::max<int64_t>(experts, 1);
-  for (const Variant& variant : kVariants) {
+  for (const Variant& variant : variants) {
     // A single expert has all rows. Of many experts, some have several times the mean.
     if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
   }
-  return kVariants[std::size(kVariants) - 1];
+  return variants[kCount - 1];
+}
+
+GemmKernel MakeKernel(const Variant& variant) {
+  return {{variant.rows, variant.min_cost},
+          variant.block_tiles,
+          variant.step_tiles,
+          std::min(MultiprocessorCount(), kMaxSms),
+          /*takes_work=*/false,
+          variant.launch};
 }
 
 }  // namespace
@@ -559,13 +624,11 @@ GemmKernel ChooseGemmSm90(int64_t rows, int64_t experts) {
   const Sm90Form form = ChooseSm90Form(rows, experts);
   if (form == Sm90Form::kFewRows) return FewRowsGemmSm90();
   if (form == Sm90Form::kMma) return ChooseGemmSm80(rows, experts);
-  const Variant& variant = ChooseVariant(rows, experts);
-  return {{variant.rows, variant.min_cost},
-          variant.block_tiles,
-          variant.step_tiles,
-          std::min(MultiprocessorCount(), kMaxSms),
-          /*takes_work=*/false,
-          variant.launch};
+  return MakeKernel(ChooseVariant(kVariants, rows, experts));
+}
+
+GemmKernel ChooseTransposedGemmSm90(int64_t rows, int64_t experts) {
+  return MakeKernel(ChooseVariant(kTransposedVariants, rows, experts));
 }
 
 }  // namespace nvfp4

@@ -117,4 +117,25 @@ __device__ __forceinline__ void UnpackTile(const uint4& codes, const uint2& scal
   UnpackPair<T>(codes.z, codes.w, scales.y, constants, fragments[2], fragments[3]);
 }
 
+// Unpacks one step of a pair, and transposes it: fragments of 16 columns of a tile as rows, over 16
+// rows of the tile as k. The words are those of UnpackPair. All lanes of a warp take the same step.
+template <typename T>
+__device__ __forceinline__ void UnpackTransposed(uint32_t a, uint32_t b, uint32_t scales, bool odd,
+                                                 const TileConstants& constants,
+                                                 uint32_t (&fragments)[4]) {
+  const uint32_t step_scales = StepScales<T>(scales, odd, constants.scale_exponent);
+  const uint32_t rest = Select(a, RotateRight(b, 30), kFirstWordBits);
+  const uint32_t own = odd ? b : a;
+  // The last rotation is that of `rest << 2` for the odd step: the bits which differ are no codes.
+  const uint32_t low = ScalePair<T, false>(CodePair<T>(own), step_scales);
+  const uint32_t high = ScalePair<T, true>(CodePair<T>(RotateRight(own, 4)), step_scales);
+  const uint32_t low_8 = ScalePair<T, false>(CodePair<T>(own << 6), step_scales);
+  const uint32_t high_8 =
+      ScalePair<T, true>(CodePair<T>(RotateRight(rest, odd ? 30 : 8)), step_scales);
+  fragments[0] = Transpose(low);
+  fragments[1] = Transpose(low_8);
+  fragments[2] = Transpose(high);
+  fragments[3] = Transpose(high_8);
+}
+
 }  // namespace nvfp4

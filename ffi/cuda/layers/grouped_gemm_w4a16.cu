@@ -25,7 +25,8 @@ namespace {
 cudaError_t LaunchChunk(cudaStream_t stream, const GroupedGemmCall& call,
                         const GroupedGemmBuffers& buffers,
                         const GroupedGemmW4A16Workspace& workspace, const RowChunk& chunk) {
-  const GemmKernel kernel = ChooseGemm(call.engine, chunk.rows, call.shape.e);
+  const GemmKernel kernel = call.transposed ? ChooseTransposedGemmSm90(chunk.rows, call.shape.e)
+                                            : ChooseGemm(call.engine, chunk.rows, call.shape.e);
   ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, kernel);
   const bool quantized = call.activation_scale != ActivationScale::kNone;
   NVFP4_RETURN_IF_CUDA_ERROR(buffers.group_sizes == nullptr && !quantized
@@ -51,7 +52,9 @@ LinearForm ChooseForm(const GroupedGemmCall& call, const GroupedGemmBuffers& buf
   const GroupedGemmShape& shape = call.shape;
   const bool linear = buffers.group_sizes == nullptr && shape.e == 1 &&
                       call.activation_scale == ActivationScale::kNone;
-  if (!linear || call.is_empty() || shape.m > kLinearFewRows) return LinearForm::kNone;
+  if (!linear || call.transposed || call.is_empty() || shape.m > kLinearFewRows) {
+    return LinearForm::kNone;
+  }
   return ChooseLinearForm(shape.m, shape.n, shape.k,
                           {MultiprocessorCount(), BlockSharedBytes(), HasClusters(call),
                            call.engine == EngineKind::kSm90});
@@ -92,7 +95,8 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
   }
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   if (form != LinearForm::kNone) return LaunchFew(stream, call, buffers, form);
-  const GroupedGemmW4A16Workspace workspace = TakeGroupedGemmW4A16(buffers.workspace, call.shape);
+  const GroupedGemmW4A16Workspace workspace =
+      TakeGroupedGemmW4A16(buffers.workspace, call.shape, /*rounds=*/!call.transposed);
   return ForRowChunks(call, buffers, [&](const RowChunk& chunk) {
     return LaunchChunk(stream, call, buffers, workspace, chunk);
   });

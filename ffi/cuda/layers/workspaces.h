@@ -179,11 +179,13 @@ struct GroupedGemmW4A16Workspace {
   int64_t bytes;
 };
 
-inline GroupedGemmW4A16Workspace TakeGroupedGemmW4A16(void* buffer, const GroupedGemmShape& shape) {
+// `rounds`: whether the call may round its inputs.
+inline GroupedGemmW4A16Workspace TakeGroupedGemmW4A16(void* buffer, const GroupedGemmShape& shape,
+                                                      bool rounds = true) {
   Sections sections(buffer);
   GroupedGemmW4A16Workspace workspace;
-  const int64_t rows = EngineChunkRows(shape);
-  workspace.tables = TakeProductTables(&sections, rows, shape.e, /*sorted=*/true, 1);
+  const int64_t chunk = EngineChunkRows(shape), rows = rounds ? chunk : 0;
+  workspace.tables = TakeProductTables(&sections, chunk, shape.e, /*sorted=*/true, 1);
   workspace.rounded = sections.Take<uint8_t>(2 * rows * shape.k);
   workspace.row_scale = sections.Take<float>(rows);
   workspace.bytes = sections.bytes();
@@ -253,6 +255,10 @@ inline int64_t MoEW4A4Sm100WorkspaceBytes(const MoEShape& shape) {
 inline int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape, DataType type) {
   return RunsOnEngine(shape, type) ? TakeGroupedGemmW4A16(nullptr, shape).bytes
                                    : TakeGroupedGemm(nullptr, shape).bytes;
+}
+// Transposed weights take inputs as they are.
+inline int64_t TransposedGemmWorkspaceBytes(const GroupedGemmShape& shape) {
+  return TakeGroupedGemmW4A16(nullptr, shape, /*rounds=*/false).bytes;
 }
 inline int64_t GroupedGemmW4A4WorkspaceBytes(const GroupedGemmShape& shape) {
   return TakeGroupedGemmW4A4(nullptr, shape).bytes;

@@ -9,6 +9,7 @@ from jax_nvfp4_moe.ops.experts.cuda_notes import note_engines
 from jax_nvfp4_moe.ops.experts.lowering import (
     lower_grouped_gemm,
     lower_moe,
+    lower_transposed_gemm,
 )
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme
 
@@ -63,4 +64,15 @@ MOE_W4A16_SM80 = _record(
     "mma.sync in 16 bits, plain kernels for float32: executed on Hopper",
     notes=note_engines,
     shared_bytes="SHARED_BYTES_SM80",
+)
+# For gradients. Other devices differentiate expert by expert, in plain XLA.
+TRANSPOSED_GEMM_SM90 = Backend(
+    "transposed_gemm_sm90",
+    {"transposed_gemm": Kernel(lower_transposed_gemm, "nvfp4_transposed_gemm_w4a16_sm90")},
+    (Device("cuda", (9, 0), (10, 0)),),
+    status="wgmma in 16 bits: emulated and compiled",
+    dtypes=HALVES,
+    layout="mma_64x64",
+    max_extent="MAX_ENGINE_EXTENT",
+    shared_bytes="SHARED_BYTES_SM90",
 )

@@ -138,3 +138,21 @@ def lower_grouped_gemm(
     workspace = _workspace(ffi_target, m, e, n, k, x.dtype.itemsize)
     outputs = jax.ShapeDtypeStruct((m, n), x.dtype), workspace
     return kernel_call(ffi_target, outputs)(*operands, **attributes)[0]
+
+
+@_as_one_program("ffi_target")
+def lower_transposed_gemm(ffi_target, x, weight, group_sizes):
+    """Lower `transposed_gemm` to an FFI target. The weight has one global scale for each expert."""
+    (m, n), (e, _, k) = x.shape, weight.shape
+    # The kernel reads 16 bytes of a row at once.
+    x = jnp.pad(x, [(0, 0), (0, -n % 16)])
+    operands = (
+        x,
+        weight.packed,
+        weight.block_scale,
+        _global_scale(weight, 1),
+        jnp.zeros(0, jnp.int32) if group_sizes is None else group_sizes,
+    )
+    workspace = _workspace(ffi_target, m, e, k, x.shape[1])
+    outputs = jax.ShapeDtypeStruct((m, k), x.dtype), workspace
+    return kernel_call(ffi_target, outputs)(*operands)[0]

@@ -15,6 +15,7 @@ from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, divide, fake_quantize
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.numerics.varying import vary_like
+from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.scheme import Scheme
 
 CHUNK_ROWS = 128  # number of rows of one expert that are processed at once
@@ -194,6 +195,54 @@ def group_bounds(group_sizes, rows: int):
         group_sizes = jnp.full(1, rows, jnp.int32)
     ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), rows)
     return jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]]), ends
+
+
+@functools.partial(jax.jit, inline=True)
+def transposed_gemm(x, weight: NVFP4Tensor, group_sizes):
+    """Multiply rows ``x [m, n]`` by the transposed weights of their groups.
+
+    Row i of group g gives ``y[i] = x[i] @ dequantize(weight)[g]``, and rows of no group give zeros.
+
+    Args:
+      x: rows ``[m, n]``, sorted by group, bfloat16, float16 or float32.
+      weight: `NVFP4Tensor` ``[e, n, k]``.
+      group_sizes: integers ``[e]``, or None if one group has all rows.
+
+    Returns:
+      ``[m, k]`` in the dtype of `x`. Sums are float32.
+    """
+    weight = jax.tree.map(jnp.asarray, weight).to_layout(CANONICAL)
+    m, (e, _, k) = x.shape[0], weight.shape
+    y = vary_like(jnp.zeros((m, k), x.dtype), (x, weight, group_sizes))
+    if m == 0 or e == 0:
+        return y
+    starts, ends = group_bounds(group_sizes, m)
+    chunk = m if e == 1 else CHUNK_ROWS  # one matrix takes all rows in one GEMM
+    padded = jnp.concatenate([x, jnp.zeros((chunk, x.shape[1]), x.dtype)])
+    precision = precision_for(x.dtype)
+
+    def visit(group, y):
+        one = jax.tree.map(lambda leaf: leaf[group], weight).dequantize(jnp.float32)
+
+        def run_chunk(start, y):
+            row = start + jnp.arange(chunk, dtype=jnp.int32)
+            alive = row < ends[group]
+            rows = lax.dynamic_slice_in_dim(padded, start, chunk).astype(jnp.float32)
+            rows = jnp.where(alive[:, None], rows, 0.0)
+            product = jnp.matmul(rows, one, precision=precision).astype(x.dtype)
+            return y.at[jnp.where(alive, row, m)].set(product, mode="drop")
+
+        return by_chunks(run_chunk, starts[group], ends[group], y, chunk)
+
+    return visit_each(starts, ends, visit, y)
+
+
+def visit_each(starts, ends, visit, carry):
+    """Run ``carry = visit(expert, carry)`` for each expert that has rows; return the last carry."""
+    there = ends > starts
+    visited = jnp.argsort(~there, stable=True)  # those with rows come first, in their order
+    count = jnp.sum(there, dtype=jnp.int32)
+    return lax.fori_loop(0, count, lambda i, carry: visit(visited[i], carry), carry)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("scheme",))

@@ -1,0 +1,246 @@
+"""The backward pass of an expert layer as grouped products of all rows, on kernels.
+
+For a slot, which is a token with one of its experts, with ``u = gate_up(x)`` and ``a = act(u)``,
+the layer adds ``weight * down(a)`` to the token. From the cotangent ``y_bar`` of the token follow::
+
+  g = y_bar @ W_down           a product with transposed weights
+  weight_bar = g . a
+  u_bar = vjp(act, u)(weight * g)
+  x_bar = u_bar @ W_gate_up    a product with transposed weights, added up for each token
+
+`u` is computed again by the kernel of the forward pass. So there are three products of slots where
+the forward pass has two, and 5/3 of its operations. Weights stay packed.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_nvfp4_moe.backends.plan import Plan
+from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
+from jax_nvfp4_moe.numerics.layouts import LAYOUTS
+from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
+from jax_nvfp4_moe.numerics.varying import vary_like
+from jax_nvfp4_moe.ops.experts.meaning import (
+    group_bounds,
+    round_activations,
+    round_to,
+    sort_slots,
+)
+from jax_nvfp4_moe.ops.gradient import BIASES, sum_groups
+from jax_nvfp4_moe.ops.preparation import plan_product
+from jax_nvfp4_moe.ops.running import find_plan
+from jax_nvfp4_moe.scheme import Scheme
+
+# The slots whose rows exist at once, as in the forward pass. They bound the memory.
+_CHUNK_SLOTS = 65536
+_LAYOUT = "mma_64x64"
+# In this layout, gate and up rows of a gated layer take turns in groups of so many.
+_TURN = 8
+
+
+class GroupedBars(NamedTuple):
+    """How the backward pass of an expert layer runs; all fields are static.
+
+    Attributes:
+      call: the activation.
+      scheme: how the inputs of products are rounded. Roundings count as the identity.
+      weight_on_input: whether the weight of an expert multiplies its input.
+      multiply: plan of the grouped GEMM of the forward pass.
+      transposed: plan of that with transposed weights.
+    """
+
+    call: ActivationCall
+    scheme: Scheme
+    weight_on_input: bool
+    multiply: Plan
+    transposed: Plan
+
+
+def plan_transposed(plan: Plan, dtype) -> Plan | None:
+    """Return the plan of `transposed_gemm` for the weights of `plan`.
+
+    It is None if no kernel reads them where they are, and the definition has to run.
+    """
+    sizes = {name: getattr(plan.problem, name) for name in _SIZES}
+    found = find_plan("transposed_gemm", target=plan.target, dtype=jnp.dtype(dtype).name, **sizes)
+    return found if found.backend.platform and found.layout == plan.layout else None
+
+
+_SIZES = "num_experts", "hidden", "intermediate"
+
+
+def plan_grouped_bars(
+    params: MoEParams, plan: Plan, dtype, call: ActivationCall, weight_on_input: bool
+) -> GroupedBars | None:
+    """Return how `grouped_bars` runs for a layer of `plan`; None if it has no kernels.
+
+    Args:
+      params: the experts, in the layout of `plan`.
+      plan: the plan of `moe_mlp`.
+      dtype: dtype of the tokens.
+      call, weight_on_input: as in `ops.moe_mlp`.
+    """
+    transposed = plan_transposed(plan, dtype)
+    if transposed is None or plan.scheme is None:
+        return None
+    declared = Scheme.W4A4 if plan.scheme is Scheme.W4A4 else Scheme.W4A16
+    how = {"checkpoint_scheme": declared, "scheme": plan.scheme, "target": plan.target}
+    multiply = plan_product(params.gate_up, dtype=dtype, backend=plan.requested_backends, **how)
+    if multiply.layout != plan.layout:
+        return None
+    return GroupedBars(call, plan.scheme, weight_on_input, multiply, transposed)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=0)
+def grouped_bars(how: GroupedBars, operands, y_bar):
+    """Return the float32 cotangents of tokens, expert weights and biases.
+
+    Args:
+      how: of `plan_grouped_bars`.
+      operands: those of `with_expert_gradient`.
+      y_bar: cotangent ``[t, h]`` of the result.
+    """
+    x, params, expert_ids, expert_weights = jax.tree.map(jnp.asarray, operands)
+    tokens, top_k = expert_ids.shape
+    if tokens * top_k == 0 or params.num_experts == 0:
+        biases = {name: getattr(params, name) for name in BIASES}
+        bars = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (x, expert_weights))
+        return vary_like((*bars, jax.tree.map(jnp.zeros_like, biases)), operands)
+    chunk = max(1, _CHUNK_SLOTS // top_k)
+    if tokens <= chunk:
+        return _chunk_bars(how, params, (x, expert_ids, expert_weights, y_bar))
+    chunks = -(-tokens // chunk)
+
+    def cut(rows, fill):
+        pads = [(0, chunks * chunk - tokens), *[(0, 0)] * (rows.ndim - 1)]
+        return jnp.pad(rows, pads, constant_values=fill).reshape(chunks, chunk, *rows.shape[1:])
+
+    given = cut(x, 0), cut(expert_ids, -1), cut(expert_weights, 0), cut(y_bar, 0)
+    x_bar, weights_bar, biases_bar = lax.map(functools.partial(_chunk_bars, how, params), given)
+    return (
+        x_bar.reshape(-1, x.shape[1])[:tokens],
+        weights_bar.reshape(-1, top_k)[:tokens],
+        jax.tree.map(lambda bars: bars.sum(axis=0), biases_bar),
+    )
+
+
+def _chunk_bars(how, params, given):
+    """Return the cotangents of one chunk of tokens; their sum for the biases."""
+    x, expert_ids, expert_weights, y_bar = given
+    (tokens, top_k), e = expert_ids.shape, params.num_experts
+    slots, starts, ends = sort_slots(expert_ids, e)
+    slots, sizes = slots[: tokens * top_k], ends - starts
+    place = jnp.arange(tokens * top_k, dtype=jnp.int32)
+    alive, token = (place < ends[-1])[:, None], slots // top_k
+    owner = jnp.minimum(jnp.searchsorted(ends, place, side="right"), e - 1)
+    weight = jnp.where(alive, expert_weights.reshape(-1)[slots][:, None], 0.0)
+    # Rows of no expert come last. Products give zeros for them, and NaN in them does not spread.
+    rows, bar = x[token], y_bar[token]
+    if how.weight_on_input:
+        rows = (rows.astype(jnp.float32) * weight).astype(x.dtype)
+    tiled, ratio = _as_plain(params.gate_up)
+    multiply = functools.partial(how.multiply.lower, scheme=how.scheme)
+    u = multiply(rows, tiled, sizes, params.gate_up_input_scale, None)
+    u = _from_tiles(u.astype(jnp.float32), params.gate_up.layout) * _rows_of(ratio, owner, u)
+    if params.gate_up_bias is not None:
+        u = u + params.gate_up_bias[owner]
+    inner, back = jax.vjp(functools.partial(activate, how.call), u)
+    inner = round_to(inner, x.dtype)
+    if how.scheme is not Scheme.W4A16:
+        scale = params.down_input_scale
+        inner = round_activations(inner, None if scale is None else scale[owner], how.scheme)
+    g = how.transposed.lower(bar, params.down, sizes).astype(jnp.float32)
+    factor = 1.0 if how.weight_on_input else weight
+    (u_bar,) = back(jnp.where(alive, g * factor, 0.0))
+    ready = _to_tiles(u_bar * _rows_of(ratio, owner, u), params.gate_up.layout)
+    rows_bar = how.transposed.lower(ready.astype(x.dtype), tiled, sizes).astype(jnp.float32)
+    if how.weight_on_input:
+        weight_bar = jnp.sum(rows_bar * x[token].astype(jnp.float32), axis=1)
+        rows_bar = rows_bar * weight
+    else:
+        weight_bar = jnp.sum(g * inner, axis=1)
+        if params.down_bias is not None:
+            weight_bar += jnp.sum(bar.astype(jnp.float32) * params.down_bias[owner], axis=1)
+    weight_bar = jnp.where(alive[:, 0], weight_bar, 0.0)
+    biases_bar = dict.fromkeys(BIASES)
+    if params.gate_up_bias is not None:
+        biases_bar["gate_up_bias"] = sum_groups(u_bar, sizes, e)
+    if params.down_bias is not None:
+        biases_bar["down_bias"] = sum_groups(bar.astype(jnp.float32) * factor, sizes, e)
+    order = jnp.zeros_like(slots).at[slots].set(place)  # slot -> its row
+    x_bar = rows_bar[order].reshape(tokens, top_k, -1).sum(axis=1)
+    return x_bar, weight_bar[order].reshape(tokens, top_k), biases_bar
+
+
+def _as_plain(weight: NVFP4Tensor):
+    """Return `gate_up` as the plain weight that its bytes are, and factors of its rows.
+
+    In the layout of two halves, the rows of the plain weight take turns as `_to_tiles` says. The
+    factors are those of `_split_scale`.
+    """
+    scale, ratio = _split_scale(weight.global_scale)
+    plain = {"layout": _LAYOUT, "global_divisor": None}
+    return dataclasses.replace(weight, global_scale=scale, **plain), ratio
+
+
+def fold_parts(x, weight: NVFP4Tensor, group_sizes):
+    """Return operands of the kernel for `transposed_gemm`, with one global scale for each expert.
+
+    Args:
+      x: rows ``[m, n]``.
+      weight: `NVFP4Tensor` ``[e, n, k]`` with global scales ``[e]`` or ``[e, parts]``.
+      group_sizes: int32 ``[e]``, or None if one group has all rows.
+
+    Returns:
+      The rows, multiplied by the factors of their columns where global scales differ, and the
+      weight with the largest global scale of each expert.
+    """
+    scale, ratio = _split_scale(weight.global_scale)
+    if ratio is None:
+        return x, weight
+    if group_sizes is not None:
+        ends = group_bounds(group_sizes, len(x))[1]
+        ratio = ratio[jnp.searchsorted(ends, jnp.arange(len(x), dtype=ends.dtype), side="right")]
+    columns = jnp.repeat(ratio, x.shape[1] // ratio.shape[1], axis=1)
+    x = (x.astype(jnp.float32) * columns).astype(x.dtype)
+    return x, dataclasses.replace(weight, global_scale=scale, global_divisor=None)
+
+
+def _split_scale(scale):
+    """Return one global scale ``[e]`` for each expert, and the factors of its parts.
+
+    The factors, at most 1, are ``[e, parts]``; None if an expert has one global scale.
+    """
+    if scale.ndim == 1:
+        return scale, None
+    largest = jnp.max(scale, axis=1)
+    return largest, jnp.where(largest[:, None] > 0, scale / largest[:, None], 0.0)
+
+
+def _rows_of(ratio, owner, u):
+    """Return the factors of the columns of `u`, in the order of the halves."""
+    return 1.0 if ratio is None else jnp.repeat(ratio[owner], u.shape[1] // 2, axis=1)
+
+
+def _from_tiles(rows, layout):
+    """Return columns of the plain weight of `_as_plain` in the order of the rows of `gate_up`."""
+    if layout == _LAYOUT:
+        return rows
+    m, n = rows.shape
+    return rows.reshape(m, n // (2 * _TURN), 2, _TURN).swapaxes(1, 2).reshape(m, n)
+
+
+def _to_tiles(rows, layout):
+    """Undo `_from_tiles`: gate and up columns take turns in groups of eight."""
+    if layout == _LAYOUT:
+        return rows
+    m, n = rows.shape
+    return rows.reshape(m, 2, n // (2 * _TURN), _TURN).swapaxes(1, 2).reshape(m, n)
+
+
+assert LAYOUTS[_LAYOUT].of_halves is not None  # the layout that the two functions above undo
