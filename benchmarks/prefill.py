@@ -10,6 +10,11 @@ linear layers and of causal attention at the rate of a matmul of the same run. T
 peak beyond the weights and the cache. A peak never shrinks, so that lengths are measured from short
 to long. A row that does not raise the peak of the rows before it has no memory.
 
+Leave ``--xla_gpu_autotune_level=0`` out of XLA_FLAGS, unlike in `decode.py`. XLA computes the
+layers that are not quantized, such as the gated delta nets of Qwen3.6-27B. If it does not time its
+own products, it divides some of them into tiles of 16 by 8 outputs, which takes most of the
+prefill.
+
 `--lengths` also times one batch of prompts with these lengths, in a second table. It compares
 
 - the batch with its `lengths`, of which only true tokens are computed,

@@ -25,6 +25,7 @@ from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.numerics.casts import compute
 
 _UNUSED = ("qkv.k", "qkv.v", "k_norm")  # parts that files may have for layers without keys
 
@@ -101,7 +102,7 @@ class LayerInputs(nnx.Module):
         """
         width = self.norm.weight.shape[0]
         shape = (*x.shape[:2], embedded.shape[-1] // width, width)
-        projected = (self.projection(x) * x.shape[-1] ** -0.5).reshape(shape)
+        projected = compute(jnp.multiply, self.projection(x), x.shape[-1] ** -0.5).reshape(shape)
         embedded = embedded * jnp.asarray(width**0.5, embedded.dtype)
         return (self.norm(projected) + embedded.reshape(shape)) * 2.0**-0.5
 

@@ -40,6 +40,7 @@ from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.hyper_connections import StreamSizes
 from jax_nvfp4_moe.nn.recurrent.kimi_delta import KimiDeltaSizes, build_kimi_delta
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.numerics.casts import cast
 
 _EPS = 1e-5
 _LINEAR, _INDEXED, _FULL = "linear_attention", "indexed_attention", "full_attention"
@@ -189,7 +190,7 @@ class MeanStreamDecoder(StreamDecoder):
     def close_stream(self, stream) -> Float[Array, "b t h"]:
         """Return the normalized vectors of what leaves the last layer."""
         mean = jnp.mean(stream.x.astype(jnp.float32), axis=2)
-        return self.norm(mean.astype(stream.x.dtype))
+        return self.norm(cast(mean, stream.x.dtype))
 
 
 def build_mixer(config: Glm5NextConfig, layer: int, make: Builder):

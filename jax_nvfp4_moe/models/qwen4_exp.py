@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -31,6 +32,7 @@ from jax_nvfp4_moe.nn.hyper_connections import StreamSizes
 from jax_nvfp4_moe.nn.ngram_embedding import size_table
 from jax_nvfp4_moe.nn.recurrent.gated_delta_net import build_delta_net
 from jax_nvfp4_moe.nn.recurrent.ngram_injection import InjectionSizes, NGramInjection
+from jax_nvfp4_moe.numerics.casts import compute
 from jax_nvfp4_moe.ops.state_window import StateWindow, run_tokens
 
 _INDEXED, _FULL = "indexed_attention", "full_attention"
@@ -213,7 +215,7 @@ class Layer(nnx.Module):
                 entries = {name: one for name, one in entries.items() if name not in states}
             with jax.named_scope("injection"):
                 added, own = self.injection(x, positions, own, ids)
-                x, kept = x + added, own or {}
+                x, kept = compute(jnp.add, x, added), own or {}
         with jax.named_scope("attention"):
             read, factors = self.attention_residual(x)
             y, entries = self.attention(read, positions, entries)

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.hyper_connections import StreamSizes
+from jax_nvfp4_moe.numerics.casts import cast
 from jax_nvfp4_moe.numerics.norms import normalize_plainly
 
 
@@ -44,7 +45,7 @@ class StreamNorm(nnx.Module):
         """Return the normalized streams, in the dtype of `x`."""
         weight = 1 + self.offset.get_value().reshape(self.shape)
         normal = normalize_plainly(x.astype(jnp.float32), self.eps)
-        return (normal * weight[None, None]).astype(x.dtype)
+        return cast(normal * weight[None, None], x.dtype)
 
 
 class GatedResidual(nnx.Module):
@@ -86,4 +87,4 @@ def add_injected(
 ) -> Float[Array, "b t n h"]:
     """Return the streams after a part of a layer with the result `y`, in the dtype of `x`."""
     added = factors[..., None] * y.astype(jnp.float32)[:, :, None]
-    return (x.astype(jnp.float32) + added).astype(x.dtype)
+    return cast(x.astype(jnp.float32) + added, x.dtype)

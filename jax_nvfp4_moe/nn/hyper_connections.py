@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
+from jax_nvfp4_moe.numerics.casts import cast
 from jax_nvfp4_moe.numerics.norms import normalize_plainly
 from jax_nvfp4_moe.ops.dense import dense
 
@@ -68,7 +69,7 @@ class Connection(NamedTuple):
         """
         kept = _weigh(self.mix, x.astype(jnp.float32)[:, :, :, None, :])
         added = self.write[..., None] * y.astype(jnp.float32)[:, :, None, :]
-        return (kept + added).astype(x.dtype)
+        return cast(kept + added, x.dtype)
 
 
 class HyperConnection(nnx.Module):
@@ -159,7 +160,7 @@ def _project(sizes, x, projection):
 
 def _collapse(read, x):
     """Return ``sum over i of read[i] * x[i]``, ``[b, t, h]`` in the dtype of `x`."""
-    return _weigh(read, x.astype(jnp.float32)).astype(x.dtype)
+    return cast(_weigh(read, x.astype(jnp.float32)), x.dtype)
 
 
 def _weigh(weights, x):

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.numerics.casts import cast, compute
+
 
 @functools.partial(jax.jit, inline=True, static_argnames=("eps",))
 def normalize(x, weight, eps: float, mean=None):
@@ -18,10 +20,10 @@ def normalize(x, weight, eps: float, mean=None):
       eps: added to the mean.
       mean: mean of the squares, float32 ``[..., 1]``. None computes it from `x`.
     """
-    wide = x.astype(jnp.float32)
+    wide, axes = x.astype(jnp.float32), range(x.ndim - weight.ndim)
     mean = mean_square(x) if mean is None else mean
-    normal = (wide * lax.rsqrt(mean + eps)).astype(weight.dtype)
-    return (normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))).astype(x.dtype)
+    normal = cast(wide * lax.rsqrt(mean + eps), weight.dtype)
+    return cast(compute(jnp.multiply, normal, jnp.expand_dims(weight, axes)), x.dtype)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("eps",))
@@ -32,7 +34,7 @@ def normalize_plainly(x: Float[Array, "... h"], eps: float) -> Float[Array, "...
       x: ``[..., h]``. The computation is in float32.
       eps: added to the mean.
     """
-    return (x.astype(jnp.float32) * lax.rsqrt(mean_square(x) + eps)).astype(x.dtype)
+    return cast(x.astype(jnp.float32) * lax.rsqrt(mean_square(x) + eps), x.dtype)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("eps",))
@@ -54,7 +56,7 @@ def layer_normalize(x: Float[Array, "... h"], weight, bias, eps: float) -> Float
     normal = normal * jnp.expand_dims(weight.astype(jnp.float32), axes)
     if bias is not None:
         normal = normal + jnp.expand_dims(bias.astype(jnp.float32), axes)
-    return normal.astype(x.dtype)
+    return cast(normal, x.dtype)
 
 
 @functools.partial(jax.jit, inline=True)

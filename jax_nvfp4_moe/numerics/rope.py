@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.numerics.casts import cast
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -54,7 +56,7 @@ def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rop
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, width // 2)
     signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
     rotated = halves * cos + jnp.flip(halves, axis=-2) * (signs * sin)
-    return rotated.reshape(x.shape).astype(x.dtype)
+    return cast(rotated.reshape(x.shape), x.dtype)
 
 
 def pair_halves(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
@@ -85,5 +87,5 @@ def rotate_last(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope
     sin = -sin if back else sin
     first, second = (x[..., start::2].astype(jnp.float32) for start in (kept, kept + 1))
     turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
-    turned = lax.collapse(turned, 3).astype(x.dtype)
+    turned = cast(lax.collapse(turned, 3), x.dtype)
     return jnp.concatenate([x[..., :kept], turned], axis=-1)

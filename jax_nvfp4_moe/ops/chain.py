@@ -42,11 +42,13 @@ _FUNCTIONS = (
 def chain_calls(function: Callable) -> Callable:
     """Return `function`, with successive calls of our kernels joined into chains.
 
-    The results are the same. On a GPU, XLA starts a kernel when all kernels of the calls before it
-    have ended. In a chain, the next kernel is already on the device by then, and may have requested
-    its weights. This saves one to two microseconds for each kernel, which counts if a function has
-    many short kernels, as a decoding step has. `generate` and `stream` chain the calls of their
-    steps by themselves.
+    The kernels compute the same bits. Operations of XLA between them have the same definition, but
+    XLA may fuse them in another way, which can change the last bits of their float32 results.
+
+    On a GPU, XLA starts a kernel when all kernels of the calls before it have ended. In a chain,
+    the next kernel is already on the device by then, and may have requested its weights. This saves
+    one to two microseconds for each kernel, which counts if a function has many short kernels, as a
+    decoding step has. `generate` and `stream` chain the calls of their steps by themselves.
 
     Successive calls also run in parallel with the calls ahead of them, on a second stream, if they
     do not need their results. Shared experts thus run in parallel with the router and the routed

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.numerics.casts import cast
 from jax_nvfp4_moe.ops.chosen_keys import each_query, multiply
 
 
@@ -66,7 +67,7 @@ def attend_to_compressed(
         shares = jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1).astype(near.dtype)
         y = multiply(shares[..., :window], own, contracted=(2, 1))
         y += multiply(shares[..., window:-1], others, contracted=(2, 1))
-        return y.astype(q.dtype)
+        return cast(y, q.dtype)
 
     gathered = window if chosen is None else window + count
     elements = b * (gathered * d + n * (window + count))

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.nn.attention.kv_cache import empty_entries
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.packing import unpack
+from jax_nvfp4_moe.numerics.casts import cast
 from jax_nvfp4_moe.numerics.rope import Rope, rotate_last
 from jax_nvfp4_moe.ops.cache import append
 from jax_nvfp4_moe.ops.positions import PADDING
@@ -205,7 +206,7 @@ class KeyPool(nnx.Module):
         windows = recent.tokens[:, : (count + before) * rate]
         windows = windows.reshape(b, count + before, rate, windows.shape[2])
         index = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
-        keys = self.finish(self.mix_windows(windows, index).astype(self.dtype), index)
+        keys = self.finish(cast(self.mix_windows(windows, index), self.dtype), index)
         full = (index + 1) * rate <= span.end[:, None]
         places = jnp.where(full, index, PADDING + index)
         kept = None if entries is None else {self.name: entries[self.name]}

@@ -24,6 +24,7 @@ from jax_nvfp4_moe.nn.attention.kv_cache import group_channels
 from jax_nvfp4_moe.nn.attention.latent_attention import LatentAttention, MLAConfig
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.packing import unpack
+from jax_nvfp4_moe.numerics.casts import cast
 from jax_nvfp4_moe.ops.cache import append
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.state_window import StateWindow, run_tokens
@@ -54,7 +55,7 @@ class NormalizedKeyPool(KeyPool):
     def read(self, x: Float[Array, "... h"]) -> Float[Array, "... w"]:
         """Return the keys of tokens, and behind them their gates."""
         keys = layer_norm_keys(self.keys(x), self.norm_weight, self.norm_bias)
-        gates = dense(x, self.gates.get_value(), target=self.target).astype(keys.dtype)
+        gates = cast(dense(x, self.gates.get_value(), target=self.target), keys.dtype)
         return jnp.concatenate([keys, gates], axis=-1)
 
     def finish(self, keys: Float[Array, "b c d"], index: Int32[Array, "b c"]):

@@ -26,6 +26,7 @@ from jax_nvfp4_moe.nn.gated_residual import StreamNorm
 from jax_nvfp4_moe.nn.hyper_connections import StreamSizes
 from jax_nvfp4_moe.nn.ngram_embedding import NGramSizes, find_rows
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
+from jax_nvfp4_moe.numerics.casts import cast
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.ops.moves import read_rows
 from jax_nvfp4_moe.ops.positions import PADDING
@@ -114,7 +115,7 @@ class NGramInjection(HeadParallel):
         real = positions < PADDING
         mixed, inputs = convolve(normal, held["ngram_inputs"], self._taps(), real)
         mixed = pack_like(mixed, positions, x).reshape(gated.shape)
-        y = (gated.astype(jnp.float32) + jax.nn.silu(mixed)).astype(self.dtype)
+        y = cast(gated.astype(jnp.float32) + jax.nn.silu(mixed), self.dtype)
         if entries is None:
             return y, None
         return y, {"ngram_ids": _keep_last(held["ngram_ids"], ids, real), "ngram_inputs": inputs}
@@ -133,7 +134,7 @@ class NGramInjection(HeadParallel):
         gate = jnp.sum(keys * queries, axis=-1) / math.sqrt(x.shape[-1])
         gate = jnp.sqrt(jnp.maximum(jnp.abs(gate), 1e-6)) * jnp.sign(gate)
         values = self.value(embedded).astype(jnp.float32)[:, :, None]
-        return (jax.nn.sigmoid(gate)[..., None] * values).astype(self.dtype)
+        return cast(jax.nn.sigmoid(gate)[..., None] * values, self.dtype)
 
     def _taps(self) -> Float[Array, "c k"]:
         """Return the weights of the convolution, with zeros for the tokens that it leaves out."""

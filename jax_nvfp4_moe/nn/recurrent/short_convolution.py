@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.packing import pack_like, unpack
+from jax_nvfp4_moe.numerics.casts import compute
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.ops.positions import PADDING
 from jax_nvfp4_moe.ops.state_window import run_tokens
@@ -86,7 +87,8 @@ class ShortConvolution(HeadParallel):
             return mixed, {"inputs": inputs}
 
         start = functools.partial(self._start, len(positions))
-        mixed, entries = run_tokens(run, entries, start, b * inputs, positions)
+        gated = compute(jnp.multiply, b, inputs)
+        mixed, entries = run_tokens(run, entries, start, gated, positions)
         if self.conv_bias is not None:
             mixed = mixed + self.conv_bias.get_value()[None, None]
         y = (c.astype(jnp.float32) * mixed).astype(self.dtype)

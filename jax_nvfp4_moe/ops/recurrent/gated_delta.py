@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.numerics.casts import cast
 from jax_nvfp4_moe.numerics.chunk_decay import sum_between, sum_from_start, sum_to_end
 from jax_nvfp4_moe.ops.convolution import meaning as convolve_channels
 from jax_nvfp4_moe.ops.positions import PADDING
@@ -128,7 +129,7 @@ def mix_gated_delta(
     else:
         y, state = rule(*operands, lengths=count_present(present))
     y = gated_norm(y.reshape(b, t, m * r, e), z, norm, eps, jax.nn.silu)
-    return y.reshape(b, t, m * r * e).astype(inputs.dtype), inputs, state
+    return cast(y.reshape(b, t, m * r * e), inputs.dtype), inputs, state
 
 
 def apply_gated_delta(q, k, v, g, beta, state, lengths=None, *, normalize, dtype):
