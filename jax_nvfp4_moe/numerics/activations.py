@@ -187,13 +187,29 @@ def activate(call: ActivationCall, u: jax.Array) -> jax.Array:
     Returns:
       float32 ``[..., i]``.
     """
-    u = u.astype(jnp.float32)
+    return activate_parts(call, *split_parts(call, u.astype(jnp.float32)))
+
+
+def split_parts(call: ActivationCall, u: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the gate and the up columns of ``u [..., 2i]``; `u` alone if `call` is not gated."""
     if not call.row.gated:
-        return call.row.function(_at_most(u, call.limit), call.alpha)
+        return (u,)
     if call.row.interleaved:
-        gate, up = u[..., 0::2], u[..., 1::2]
-    else:
-        gate, up = jnp.split(u, 2, axis=-1)
+        return u[..., 0::2], u[..., 1::2]
+    return tuple(jnp.split(u, 2, axis=-1))
+
+
+def join_parts(call: ActivationCall, *parts: jax.Array) -> jax.Array:
+    """Undo `split_parts`."""
+    if call.row.interleaved:
+        return jnp.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+    return jnp.concatenate(parts, axis=-1)
+
+
+def activate_parts(call: ActivationCall, gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
+    """Do what `activate` does, on the parts of `split_parts` in float32."""
+    if up is None:
+        return call.row.function(_at_most(gate, call.limit), call.alpha)
     if math.isfinite(call.limit):
         up = jnp.clip(up, -call.limit, call.limit)
     if call.row.bounds_result:

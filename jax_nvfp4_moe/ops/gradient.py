@@ -241,17 +241,41 @@ def _product_bars(transposed, bias, weight, group_sizes, y_bar):
     return x_bar, sum_groups(y_bar.astype(jnp.float32), group_sizes, len(bias))
 
 
+# Rows of a group that are added up at once.
+_SUM_ROWS = 128
+
+
 def sum_groups(rows, group_sizes, num_groups: int):
     """Return the sums ``[num_groups, n]`` of float32 rows ``[m, n]`` that are sorted by group.
 
-    `group_sizes` is None if one group has all rows.
+    The order of additions is fixed. On GPUs, that of `jax.ops.segment_sum` is not: its results
+    differ in the last bits from call to call. So tiles of rows of one group are added up, and then
+    the tiles of each group.
+
+    Args:
+      rows: the rows.
+      group_sizes: integers ``[num_groups]``, or None if one group has all rows.
+      num_groups: number of groups.
     """
     if group_sizes is None:
         return rows.sum(axis=0, keepdims=True)
-    ends = group_bounds(group_sizes, len(rows))[1]
-    # A row of no group has the number of groups, and is dropped.
-    own = jnp.searchsorted(ends, jnp.arange(len(rows), dtype=ends.dtype), side="right")
-    return jax.ops.segment_sum(rows, own, num_groups, indices_are_sorted=True)
+    m, groups = len(rows), jnp.arange(num_groups, dtype=jnp.int32)
+    if m * num_groups == 0:
+        return jnp.zeros((num_groups, rows.shape[1]), rows.dtype)
+    tile_rows = max(1, min(_SUM_ROWS, m // max(num_groups, 1)))
+    starts, ends = group_bounds(group_sizes, m)
+    last_tiles = jnp.cumsum((ends - starts + tile_rows - 1) // tile_rows)
+    tile = jnp.arange(m // tile_rows + num_groups, dtype=last_tiles.dtype)
+    own = jnp.searchsorted(last_tiles, tile, side="right")  # num_groups for tiles of no group
+    group = jnp.minimum(own, num_groups - 1)
+    before = jnp.concatenate([jnp.zeros(1, last_tiles.dtype), last_tiles[:-1]])
+    first = starts[group] + (tile - before[group]) * tile_rows
+    row = first[:, None] + jnp.arange(tile_rows, dtype=first.dtype)[None]
+    there = (row < ends[group][:, None]) & (own < num_groups)[:, None]
+    sums = jnp.where(there[..., None], rows[jnp.minimum(row, m - 1)], 0.0).sum(axis=1)
+    # A product with ones and zeros would spread NaN from one group to the others.
+    belongs = own[None] == groups[:, None]
+    return jnp.where(belongs[..., None], sums[None], 0.0).sum(axis=1)
 
 
 def _zeros(leaf):

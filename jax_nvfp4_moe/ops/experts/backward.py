@@ -14,6 +14,7 @@ the forward pass has two, and 5/3 of its operations. Weights stay packed.
 
 import dataclasses
 import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.plan import Plan
-from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
+from jax_nvfp4_moe.numerics.activations import (
+    ActivationCall,
+    activate_parts,
+    join_parts,
+    split_parts,
+)
 from jax_nvfp4_moe.numerics.layouts import LAYOUTS
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.numerics.varying import vary_like
@@ -146,18 +152,22 @@ def _chunk_bars(how, params, given):
     tiled, ratio = _as_plain(params.gate_up)
     multiply = functools.partial(how.multiply.lower, scheme=how.scheme)
     u = multiply(rows, tiled, sizes, params.gate_up_input_scale, None)
-    u = _from_tiles(u.astype(jnp.float32), params.gate_up.layout) * _rows_of(ratio, owner, u)
+    parts = _split_tiles(how.call, u.astype(jnp.float32), params.gate_up.layout)
+    factors = (1.0,) * len(parts) if ratio is None else jnp.split(ratio[owner], 2, axis=1)
+    parts = tuple(map(operator.mul, parts, factors))
     if params.gate_up_bias is not None:
-        u = u + params.gate_up_bias[owner]
-    inner, back = jax.vjp(functools.partial(activate, how.call), u)
+        biases = split_parts(how.call, params.gate_up_bias)
+        parts = tuple(part + bias[owner] for part, bias in zip(parts, biases, strict=True))
+    inner, back = jax.vjp(functools.partial(activate_parts, how.call), *parts)
     inner = round_to(inner, x.dtype)
     if how.scheme is not Scheme.W4A16:
         scale = params.down_input_scale
         inner = round_activations(inner, None if scale is None else scale[owner], how.scheme)
     g = how.transposed.lower(bar, params.down, sizes).astype(jnp.float32)
-    factor = 1.0 if how.weight_on_input else weight
-    (u_bar,) = back(jnp.where(alive, g * factor, 0.0))
-    ready = _to_tiles(u_bar * _rows_of(ratio, owner, u), params.gate_up.layout)
+    weighted = 1.0 if how.weight_on_input else weight
+    parts_bar = back(jnp.where(alive, g * weighted, 0.0))
+    ready = map(operator.mul, parts_bar, factors)
+    ready = _join_tiles(how.call, *ready, layout=params.gate_up.layout)
     rows_bar = how.transposed.lower(ready.astype(x.dtype), tiled, sizes).astype(jnp.float32)
     if how.weight_on_input:
         weight_bar = jnp.sum(rows_bar * x[token].astype(jnp.float32), axis=1)
@@ -169,9 +179,10 @@ def _chunk_bars(how, params, given):
     weight_bar = jnp.where(alive[:, 0], weight_bar, 0.0)
     biases_bar = dict.fromkeys(BIASES)
     if params.gate_up_bias is not None:
-        biases_bar["gate_up_bias"] = sum_groups(u_bar, sizes, e)
+        sums = (sum_groups(part_bar, sizes, e) for part_bar in parts_bar)
+        biases_bar["gate_up_bias"] = join_parts(how.call, *sums)
     if params.down_bias is not None:
-        biases_bar["down_bias"] = sum_groups(bar.astype(jnp.float32) * factor, sizes, e)
+        biases_bar["down_bias"] = sum_groups(bar.astype(jnp.float32) * weighted, sizes, e)
     order = jnp.zeros_like(slots).at[slots].set(place)  # slot -> its row
     x_bar = rows_bar[order].reshape(tokens, top_k, -1).sum(axis=1)
     return x_bar, weight_bar[order].reshape(tokens, top_k), biases_bar
@@ -180,7 +191,7 @@ def _chunk_bars(how, params, given):
 def _as_plain(weight: NVFP4Tensor):
     """Return `gate_up` as the plain weight that its bytes are, and factors of its rows.
 
-    In the layout of two halves, the rows of the plain weight take turns as `_to_tiles` says. The
+    In the layout of two halves, the rows of the plain weight take turns as `_split_tiles` says. The
     factors are those of `_split_scale`.
     """
     scale, ratio = _split_scale(weight.global_scale)
@@ -222,25 +233,30 @@ def _split_scale(scale):
     return largest, jnp.where(largest[:, None] > 0, scale / largest[:, None], 0.0)
 
 
-def _rows_of(ratio, owner, u):
-    """Return the factors of the columns of `u`, in the order of the halves."""
-    return 1.0 if ratio is None else jnp.repeat(ratio[owner], u.shape[1] // 2, axis=1)
+def _split_tiles(call, u, layout):
+    """Return the gate and up columns of ``u [m, n]``, which has those of the plain weight.
 
-
-def _from_tiles(rows, layout):
-    """Return columns of the plain weight of `_as_plain` in the order of the rows of `gate_up`."""
+    Without a copy: gate and up take turns in groups of eight, unless the matrix has no halves.
+    """
     if layout == _LAYOUT:
-        return rows
-    m, n = rows.shape
-    return rows.reshape(m, n // (2 * _TURN), 2, _TURN).swapaxes(1, 2).reshape(m, n)
+        return split_parts(call, u)
+    m, n = u.shape
+    turns = u.reshape(m, n // (2 * _TURN), 2, _TURN)
+    halves = turns[:, :, 0].reshape(m, n // 2), turns[:, :, 1].reshape(m, n // 2)
+    return split_parts(call, jnp.concatenate(halves, axis=1)) if call.row.interleaved else halves
 
 
-def _to_tiles(rows, layout):
-    """Undo `_from_tiles`: gate and up columns take turns in groups of eight."""
+def _join_tiles(call, *parts, layout):
+    """Undo `_split_tiles`."""
     if layout == _LAYOUT:
-        return rows
-    m, n = rows.shape
-    return rows.reshape(m, 2, n // (2 * _TURN), _TURN).swapaxes(1, 2).reshape(m, n)
+        return join_parts(call, *parts)
+    if call.row.interleaved:
+        parts = jnp.split(join_parts(call, *parts), 2, axis=1)
+    m, i = parts[0].shape
+    gate, up = (part.reshape(m, i // _TURN, 1, _TURN) for part in parts)
+    # A choice for each element is one pass over memory. A concatenation would be several.
+    side = jnp.arange(2, dtype=jnp.int32).reshape(1, 1, 2, 1)
+    return jnp.where(side == 0, gate, up).reshape(m, 2 * i)
 
 
 assert LAYOUTS[_LAYOUT].of_halves is not None  # the layout that the two functions above undo
