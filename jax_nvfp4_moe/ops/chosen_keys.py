@@ -116,7 +116,9 @@ def each_query(run, elements: int, *arrays):
     if len(each[0]) <= together:
         found = jax.vmap(run)(*each)
     else:
-        found = lax.map(lambda one: run(*one), each, batch_size=together)
+        # A backward pass gathers the keys again, which are too many to keep for all queries.
+        again = jax.checkpoint(lambda one: run(*one), prevent_cse=False)
+        found = lax.map(again, each, batch_size=together)
     return jnp.moveaxis(found, 0, 1)
 
 

@@ -306,3 +306,22 @@ def test_a_record_for_another_device_says_why():
     operands = make("float32", "one")
     with pytest.raises(NoBackendError, match=r"needs cpu, got cuda 9\.0"):
         attention(*operands, target=Target("cuda", (9, 0)), backend="attention_cpu")
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 256}])
+def test_memory_of_the_backward_pass_grows_with_the_context(options):
+    """Scores of all queries would grow with its square: four times the context takes 11 times."""
+
+    def total(q, k, v, positions):
+        return jnp.sum(attention(q, k, v, positions, **options).astype(jnp.float32))
+
+    def temporary_bytes(tokens):
+        q, k = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            for shape in ((1, tokens, 4, 64), (1, 2, tokens, 64))
+        )
+        positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+        compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k, positions).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(4096) < 4.5 * temporary_bytes(1024)

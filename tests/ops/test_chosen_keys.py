@@ -130,3 +130,18 @@ def test_memory_does_not_grow_with_queries_times_keys(monkeypatch, which):
 
     assert temporary(2**17) < 4 * t * s
     assert temporary(2**40) > 4 * t * s
+
+
+def test_memory_of_the_backward_pass_does_not_hold_the_keys_of_all_queries(monkeypatch):
+    t = s = 1024
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    places, chosen = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, t), (1, t, 64)))
+    args = like((1, t, 8, 32)), like((1, 1, s, 32)), places, chosen
+
+    def total(q, k, places, chosen):
+        return jnp.sum(attend_to_chosen(q, k, k, places, chosen, scale=SCALE))
+
+    monkeypatch.setattr(chosen_keys, "_ELEMENTS", 2**17)
+    compiled = jax.jit(jax.grad(total, (0, 1))).lower(*args).compile()
+    # Keys and values of all queries would be twice as much, without their gradients.
+    assert compiled.memory_analysis().temp_size_in_bytes < t * 64 * 32 * 4

@@ -279,7 +279,9 @@ class LatentAttention(HeadParallel):
             return self._attend_to(q, *self._expand(seen, *matrices), positions, None)
 
         parts = split(q, 2), *(split(matrix, 0) for matrix in matrices)
-        y = jnp.moveaxis(lax.map(attend, parts), 0, 2)
+        # A backward pass expands the latents of a group again.
+        again = jax.checkpoint(attend, prevent_cse=False)
+        y = jnp.moveaxis(lax.map(again, parts), 0, 2)
         return lax.collapse(y, 2, 4)
 
     def _attend_to(self, q, k, v, positions, chosen):

@@ -67,7 +67,8 @@ def attend(
 def map_queries(attend_block, q, positions, block):
     """Run ``attend_block(q, positions)`` for one block of queries after the other.
 
-    `q` is an array ``[b, t, ...]`` or a tree of such arrays.
+    `q` is an array ``[b, t, ...]`` or a tree of such arrays. A backward pass computes the scores of
+    each block again. If it kept them, its memory would grow with the square of the context.
     """
     b, t = positions.shape
     padded = -(-t // block) * block
@@ -78,7 +79,9 @@ def map_queries(attend_block, q, positions, block):
         return jnp.moveaxis(x.reshape(b, padded // block, block, *x.shape[2:]), 1, 0)
 
     queries = jax.tree.map(lambda x: split(x, 0), q)
-    y = lax.map(lambda each: attend_block(*each), (queries, split(positions, PADDING)))
+    # In a loop, the two computations cannot be joined, so that no barrier has to prevent it.
+    run = jax.checkpoint(lambda each: attend_block(*each), prevent_cse=False)
+    y = lax.map(run, (queries, split(positions, PADDING)))
     return jnp.moveaxis(y, 0, 1).reshape(b, padded, *y.shape[3:])[:, :t]
 
 
