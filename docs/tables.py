@@ -28,7 +28,7 @@ _QUANTIZERS = ("nvidia-modelopt", "llmcompressor")
 _DRAFT = ("joint", "embedding_norm", "hidden_norm", "layers", "norm")
 # What `measure` writes -> how the table shows it.
 _MEASURES = dict.fromkeys(("experts", "blocks", "logits", "decoding"), "{:.1e}")
-_MEASURES |= {"bfloat16": "{:.2f}"}
+_MEASURES |= {"bfloat16": "{:.2f}", "gpu": "{:.2f}", "mesh": "{:.1e}"}
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -108,7 +108,7 @@ def harmless_keys() -> str:
 def checkpoints() -> str:
     """Return the table of the checkpoints of the tests, with what `measure` has measured."""
     results = measure.read_results()
-    columns = "checkpoint", "architecture", "quantized by", "transformers", *_MEASURES
+    columns = "checkpoint", "architecture", "quantized by", "transformers", *_MEASURES, "drafts"
     rows = [columns, ["---"] * len(columns)]
     rows += [_checkpoint(folder, results.get(folder.name, {})) for folder in measure.folders()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
@@ -124,7 +124,8 @@ def _checkpoint(folder: pathlib.Path, measured: Mapping[str, float]) -> list[str
     quantizer = [f"{name} {tools[name]}" for name in _QUANTIZERS if name in tools]
     errors = [form.format(measured[k]) if k in measured else "" for k, form in _MEASURES.items()]
     name, architecture = f"`{folder.name}`", config["architectures"][0]
-    return [name, architecture, *(quantizer or ["none"]), tools["transformers"], *errors]
+    drafts = "mtp" if ARCHITECTURES[architecture].drafting else ""
+    return [name, architecture, *(quantizer or ["none"]), tools["transformers"], *errors, drafts]
 
 
 # The name of a table in a guide -> what writes it.
