@@ -438,3 +438,25 @@ def test_a_rounded_fp8_linear_passes_gradients_straight_through(how):
     rounded = bar.astype(jnp.float8_e4m3fn).astype(np.float32)
     with pytest.raises(AssertionError, match=r"over 2\.0 x"):
         assert_as_accurate_as(rounded @ wide, product(bar, wide), truth)
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(1, 7), (3, 0), (5, 9), (4, 700), (300, 20)])
+def test_sums_of_groups(groups, rows):
+    """Negative sizes count as 0, sizes end at the last row, and NaN stays in its group."""
+    rng = np.random.default_rng(rows)
+    sizes = rng.integers(-1, 2 * rows // groups + 2, groups).astype(np.int32)
+    values = normal(0, rows, 6)
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), rows)
+    starts = np.concatenate([[0], ends[:-1]])
+    expected = [values[a:b].astype(np.float64).sum(0) for a, b in zip(starts, ends, strict=True)]
+    found = np.asarray(gradient.sum_groups(jnp.asarray(values), sizes, groups))
+    # Of up to 700 terms, each addition rounds by half of 2^-23 at most.
+    np.testing.assert_allclose(
+        found, expected, atol=rows * 2**-24 * np.abs(values).sum(0).max(initial=0)
+    )
+    if (ends > starts).sum() > 1:
+        first = np.flatnonzero(ends > starts)[0]
+        values[starts[first]] = np.nan
+        dirty = np.asarray(gradient.sum_groups(jnp.asarray(values), sizes, groups))
+        assert np.isnan(dirty[first]).all()
+        np.testing.assert_array_equal(np.delete(dirty, first, 0), np.delete(found, first, 0))
