@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 
+import benchmark_tables
 import measure
 
 from jax_nvfp4_moe.checkpoint.formats import config_keys
@@ -137,6 +138,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "harmless_keys": harmless_keys,
     "checkpoints": checkpoints,
     "drafting": drafting,
+    **benchmark_tables.TABLES,
 }
 
 
