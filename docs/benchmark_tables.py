@@ -4,6 +4,7 @@ A table has one row for each cell that was measured, of the newest run that has 
 says the commit of that run, and the first line under a table the devices, dates and versions.
 """
 
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
@@ -74,6 +75,54 @@ def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.1f} x"
 
 
+_LAYER_TOKENS = (1, 16, 64, 256, 1024, 8192)
+_OWN = "moe_w4a16_sm90"
+
+
+def _layers(show: Callable[[Row], str | None], *files: str) -> str:
+    """Return a table of expert layers, with a column for each number of tokens.
+
+    Args:
+      show: takes contestant -> row of one cell of one run, and returns the text; None if the run
+        does not have it. The newest run that does counts.
+      files: names of the results, without the device.
+    """
+    cells: dict[tuple[Any, ...], Row] = {}
+    for row in _read_rows(*(f"{file}.NVIDIA-H200.json" for file in files)):
+        cell = cells.setdefault((row["run"]["commit"], row["case"], row["tokens"]), {})
+        cell[row["contestant"]] = row
+    texts, sources = {}, {}
+    for (_, *cell), rows in cells.items():
+        text = show(rows)
+        if text is not None:
+            texts[tuple(cell)], sources[tuple(cell)] = text, next(iter(rows.values()))
+    cases = [case for case in _TITLES if any(case == name for name, _ in texts)]
+    lines = (
+        (_TITLES[case], *(texts.get((case, tokens), "") for tokens in _LAYER_TOKENS))
+        for case in cases
+    )
+    return _table(("tokens", *map(str, _LAYER_TOKENS)), lines) + _sources(sources.values())
+
+
+def _time(contestant: str) -> Callable[[Row], str | None]:
+    """Return a function for `_layers`: the microseconds of a contestant."""
+    return lambda rows: f"{rows[contestant]['us']:.0f}" if contestant in rows else None
+
+
+def _ratio(one: str, other: str) -> Callable[[Row], str | None]:
+    """Return a function for `_layers`: the time of one contestant over that of another."""
+
+    def show(rows):
+        if one not in rows or other not in rows:
+            return None
+        return f"{rows[one]['us'] / rows[other]['us']:.2f}"
+
+    return show
+
+
+_PEERS = "moe_peers", "moe_humming_earlier"
+
+
 def decode() -> str:
     """Return the table of steps of decoding."""
     files = "decode.NVIDIA-H200.json", "decode_models.NVIDIA-H200.json", "decode_earlier.*.json"
@@ -98,6 +147,22 @@ def decode() -> str:
         for row in rows
     )
     return _table(headings, lines) + _sources(rows)
+
+
+_MESHES = {"1x1": "one GPU", "2x1": "2 along `expert`", "1x2": "2 along `tensor`"}
+
+
+def decode_parallel() -> str:
+    """Return the table of steps over several GPUs, as factors over one."""
+    rows = _read_rows("decode_parallel.NVIDIA-H200.json")
+    steps = {(row["mesh"], row["batch"]): row["step_us"] for row in rows}
+    peaks = {row["mesh"]: f"{row['peak_bytes'] / 1e9:.1f} GB" for row in rows}
+    lines: list[tuple[Any, ...]] = []
+    for batch in sorted({row["batch"] for row in rows}):
+        one, *others = (steps[mesh, batch] for mesh in _MESHES)
+        lines.append((batch, f"{one:.0f} us", *(f"{one / other:.2f}" for other in others)))
+    lines.append(("peak memory of a GPU while loading", *(peaks[mesh] for mesh in _MESHES)))
+    return _table(("batch", *_MESHES.values()), lines) + _sources(rows)
 
 
 def drafts() -> str:
@@ -196,7 +261,15 @@ def ragged_products() -> str:
 
 # The name of a table in a guide -> what writes it.
 TABLES: Mapping[str, Callable[[], str]] = {
+    "layers": functools.partial(_layers, _time(_OWN), *_PEERS),
+    "layers_beside_marlin": functools.partial(_layers, _ratio("marlin", _OWN), *_PEERS),
+    "layers_beside_humming": functools.partial(_layers, _ratio("humming_gemms", _OWN), *_PEERS),
+    "layers_w4a4": functools.partial(_layers, _ratio(f"{_OWN} w4a4", _OWN), "moe_w4a4"),
+    "layers_w4a4_token_scale": functools.partial(
+        _layers, _ratio(f"{_OWN} w4a4_token_scale", _OWN), "moe_w4a4"
+    ),
     "decode": decode,
+    "decode_parallel": decode_parallel,
     "drafts": drafts,
     "prefill": prefill,
     "backward": backward,
