@@ -61,14 +61,17 @@ def _table(headings: tuple[str, ...], lines: Iterable[Iterable[Any]]) -> str:
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 
-def _sources(rows: Iterable[Row]) -> str:
-    """Return the line under a table: on what, when and with which versions it was measured."""
+def _sources(rows: Iterable[Row], count: str = "One") -> str:
+    """Return the line under a table: on what, when and with which versions it was measured.
+
+    `count` is the number of devices in words.
+    """
     rows = list(rows)
     devices = sorted({row["run"]["device"].replace("-", " ") for row in rows})
     dates = sorted({row["run"]["date"] for row in rows})
     versions = sorted({row["run"]["versions"]["jax"] for row in rows})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"\nOne {', '.join(devices)}, {when}, jax {', '.join(versions)}.\n"
+    return f"\n{count} {', '.join(devices)}, {when}, jax {', '.join(versions)}.\n"
 
 
 def _times(value: float | None) -> str:
@@ -162,7 +165,7 @@ def decode_parallel() -> str:
         one, *others = (steps[mesh, batch] for mesh in _MESHES)
         lines.append((batch, f"{one:.0f} us", *(f"{one / other:.2f}" for other in others)))
     lines.append(("peak memory of a GPU while loading", *(peaks[mesh] for mesh in _MESHES)))
-    return _table(("batch", *_MESHES.values()), lines) + _sources(rows)
+    return _table(("batch", *_MESHES.values()), lines) + _sources(rows, "One or two")
 
 
 def drafts() -> str:
