@@ -84,6 +84,7 @@ from jax_nvfp4_moe.models.refused import why_refused_family
 from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
 from jax_nvfp4_moe.nn.building.builder import Builder, Part, check_parts_cover
 from jax_nvfp4_moe.nn.building.filling import fill, place
+from jax_nvfp4_moe.nn.building.projection_names import ProjectionNames, name_projections
 from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.parallel import DISPATCHES
@@ -382,6 +383,7 @@ class UnreadModel:
       parts: the parts of the model, and what is read for each; see `nn.building.builder`.
       table: the table of the checkpoint's tensors.
       settings: the settings of the modules, such as dtype and mesh.
+      names: the names of the linear layers in transformers.
     """
 
     model: Any
@@ -389,6 +391,7 @@ class UnreadModel:
     parts: Sequence[Part]
     table: WeightTable
     settings: Settings
+    names: ProjectionNames
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -432,6 +435,8 @@ class UnreadModel:
         fill(made, self.path if path is None else path, self.parts, reader, self.settings)
         if self.settings.expert_mesh is not None:
             note_shardings(made, self.settings.expert_mesh)
+        if path is None:
+            made.projection_names = self.names
         return made
 
 
@@ -508,7 +513,8 @@ def _find(checkpoint, row, build, path, settings, options):
         names = (source.name for part in make.parts for source in part.sources.values())
         modules = sorted({".".join(name.split(".")[:4]) for name in names})
     table.check(modules)
-    return UnreadModel(model, path, make.parts, table, settings)
+    names = name_projections(make.parts, checkpoint.key_mapping, row.renamed, path)
+    return UnreadModel(model, path, make.parts, table, settings, names)
 
 
 def abstract_model(

@@ -1,0 +1,135 @@
+"""The names in transformers of the linear layers that each module of a model holds.
+
+The key table of a model says under which name a file stores each layer, and the builder notes it in
+the `Source` of the layer. Adapters have these names in the files of PEFT, and the patterns of
+`add_lora` are compared with them. transformers calls some layers otherwise than files do. The
+record of the architecture then says how.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
+from jax_nvfp4_moe.checkpoint.names import CANONICAL
+from jax_nvfp4_moe.checkpoint.values import LinearWeights
+from jax_nvfp4_moe.nn.building.builder import Part
+from jax_nvfp4_moe.nn.building.keys import DRAFTER
+
+# Prefix of the language model in files -> in transformers, if they differ.
+_PREFIXES = {
+    "": CANONICAL,
+    "backbone.": CANONICAL,
+    "language_model.model.": "model.language_model.",
+}
+
+
+class Projection(NamedTuple):
+    """One linear layer of a file.
+
+    Attributes:
+      part: name of the layer in the module that holds it, such as "q".
+      name: name of the layer in transformers, such as "model.layers.0.self_attn.q_proj".
+      stored: name of the layer in the file, with "model." for the prefix of the language model.
+      outputs: number of outputs, over all shards.
+      inputs: number of inputs, over all shards.
+    """
+
+    part: str
+    name: str
+    stored: str
+    outputs: int
+    inputs: int
+
+
+class ExpertNames(NamedTuple):
+    """The routed experts of one layer.
+
+    Attributes:
+      name: name of the experts in transformers, such as "model.layers.0.mlp.experts".
+      stored: name of the experts in the file, with "model." for the prefix of the language model.
+      interleaved: whether gate and up rows alternate in transformers' matrices.
+    """
+
+    name: str
+    stored: str
+    interleaved: bool
+
+
+class ProjectionNames:
+    """The layers of a file that the modules of a model hold; static, equal by value.
+
+    Attributes:
+      linears: path of a linear layer or of a `MergedLinear` -> its layers, in the order of rows.
+      experts: path of a variable with routed experts -> their names.
+    """
+
+    def __init__(
+        self,
+        linears: Mapping[str, tuple[Projection, ...]] | None = None,
+        experts: Mapping[str, ExpertNames] | None = None,
+    ):
+        """Store the two mappings; both are empty by default."""
+        self.linears, self.experts = dict(linears or {}), dict(experts or {})
+        # `jax.jit` hashes static attributes in each call.
+        self._hash = hash((tuple(self.linears.items()), tuple(self.experts.items())))
+
+    def __hash__(self) -> int:
+        """Return the hash that was computed once."""
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether `other` has the same names."""
+        if self is other or not isinstance(other, ProjectionNames):
+            return self is other
+        same = self._hash == other._hash and self.linears == other.linears
+        return same and self.experts == other.experts
+
+    def __repr__(self) -> str:
+        """Say how many names there are; all of them would fill a page."""
+        return f"ProjectionNames({len(self.linears)} linears, {len(self.experts)} experts)"
+
+
+def name_projections(
+    parts: Sequence[Part],
+    key_mapping: KeyMapping,
+    renamed: Mapping[str, str],
+    root: str = "",
+) -> ProjectionNames:
+    """Return the layers of a file that the parts of a model hold, without those of drafters.
+
+    Args:
+      parts: the parts that the builder noted.
+      key_mapping: how the file spells names.
+      renamed: text in the name of a file -> the text in the name of transformers, in the order in
+        which they are replaced.
+      root: path of the module whose parts these are; empty for a whole model.
+    """
+    scope = f"{root}." if root else ""
+    prefix = _PREFIXES.get(key_mapping.prefix, key_mapping.prefix)
+
+    def spell(name):
+        if name.startswith(CANONICAL):
+            name = prefix + name.removeprefix(CANONICAL)
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        return name
+
+    linears, experts = {}, {}
+    for part in parts:
+        path = part.path.removeprefix(scope)
+        if path.startswith(f"{DRAFTER}."):
+            continue
+        if part.experts is not None:
+            stored = part.experts.name
+            experts[path] = ExpertNames(spell(stored), stored, part.interleaved)
+        elif all(isinstance(source.value, LinearWeights) for source in part.sources.values()):
+            linears[path] = tuple(
+                Projection(
+                    name or path.rpartition(".")[2],
+                    spell(source.name),
+                    source.name,
+                    *source.value.weight.shape,
+                )
+                for name, source in part.sources.items()
+            )
+    return ProjectionNames(linears, experts)
