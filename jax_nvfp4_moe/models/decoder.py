@@ -56,6 +56,8 @@ class Architecture:
         the architecture are not read.
       renamed: text in the name of a linear layer in files -> the text that transformers 5 has in
         its place, in the order in which they are replaced. Adapters have transformers' names.
+      swaps_experts: whether PEFT takes the inputs of experts for outputs, because transformers
+        stores them first and does not say so. False by default.
     """
 
     read_config: Callable
@@ -65,6 +67,7 @@ class Architecture:
     moe: str = "layers.*.mlp"
     drafting: Any = None
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    swaps_experts: bool = False
 
 
 @register_indexed

@@ -287,4 +287,5 @@ ARCHITECTURE = Architecture(
     build_moe,
     KEYS,
     renamed={"model.language_model.": "language_model.model."},
+    swaps_experts=True,
 )

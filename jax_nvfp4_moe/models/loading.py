@@ -513,7 +513,8 @@ def _find(checkpoint, row, build, path, settings, options):
         names = (source.name for part in make.parts for source in part.sources.values())
         modules = sorted({".".join(name.split(".")[:4]) for name in names})
     table.check(modules)
-    names = name_projections(make.parts, checkpoint.key_mapping, row.renamed, path)
+    spelled = make.parts, checkpoint.key_mapping, row.renamed, path
+    names = name_projections(*spelled, swapped=row.swaps_experts)
     return UnreadModel(model, path, make.parts, table, settings, names)
 
 

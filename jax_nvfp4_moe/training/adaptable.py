@@ -88,6 +88,7 @@ class Adaptable:
       widths: name of each layer that `owner` holds -> its number of outputs in one shard.
       a, b: how a mesh shards the two matrices.
       interleaved: whether gate and up rows of experts alternate in transformers, but not here.
+      swapped: whether PEFT takes the inputs of these experts for outputs.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Adaptable:
     a: _Sharding = _Sharding()
     b: _Sharding = _Sharding()
     interleaved: bool = False
+    swapped: bool = False
 
     @property
     def pair(self) -> LowRankPair | None:
@@ -163,7 +165,7 @@ def find_adaptable(model: nnx.Module) -> list[Adaptable]:
             parts = _parts(module, path, above, names)
             found += _linear_layers(module, parts, _group(path, above))
         elif isinstance(module, RoutedExperts):
-            default = ExpertNames(text or "experts", text or "experts", False)
+            default = ExpertNames(text or "experts", text or "experts")
             found += _expert_matrices(module, names.experts.get(f"{text}.params", default))
     return found
 
@@ -306,6 +308,7 @@ def _expert_matrices(module: RoutedExperts, names: ExpertNames) -> Iterator[Adap
             a,
             b,
             interleaved=alternates and part == "gate_up",
+            swapped=names.swapped,
         )
 
 

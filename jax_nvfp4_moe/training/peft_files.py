@@ -139,7 +139,14 @@ def _as_stored(layer: Adaptable, a, b) -> tuple[np.ndarray, np.ndarray]:
         return a, b
     if layer.interleaved:
         b = np.stack(np.split(b, 2, axis=1), axis=2).reshape(b.shape)
+    if layer.swapped:
+        a, b = _swap(a, b)
     return a.reshape(-1, a.shape[-1]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+
+
+def _swap(a, b):
+    """Return the matrices ``[e, r, n]`` and ``[e, k, r]`` of transposed weights, or the reverse."""
+    return b.swapaxes(1, 2), a.swapaxes(1, 2)
 
 
 def _configuration(layers: Sequence[Adaptable]) -> dict[str, Any]:
@@ -382,6 +389,7 @@ def _of_layer(names: _Names, layer: Adaptable, key, pair) -> _Matrices:
     """
     a, b = pair["A"], pair["B"]
     *experts, n, k = layer.shape
+    n, k = (k, n) if layer.swapped else (n, k)
     e = math.prod(experts)
     rank = a.shape[0] // e
     if a.shape != (e * rank, k) or b.shape != (n, e * rank) or not rank:
@@ -391,6 +399,7 @@ def _of_layer(names: _Names, layer: Adaptable, key, pair) -> _Matrices:
         )
     if experts:
         a, b = a.reshape(e, rank, k), b.reshape(n, rank, e).transpose(2, 0, 1)
+        a, b = _swap(a, b) if layer.swapped else (a, b)
         b = _gates_first(layer, b)
     return _Matrices(a, b, names.scale(_plain(layer.name), rank) * rank)
 

@@ -48,11 +48,13 @@ class ExpertNames(NamedTuple):
       name: name of the experts in transformers, such as "model.layers.0.mlp.experts".
       stored: name of the experts in the file, with "model." for the prefix of the language model.
       interleaved: whether gate and up rows alternate in transformers' matrices.
+      swapped: whether PEFT takes the inputs of transformers' matrices for outputs.
     """
 
     name: str
     stored: str
-    interleaved: bool
+    interleaved: bool = False
+    swapped: bool = False
 
 
 class ProjectionNames:
@@ -94,6 +96,8 @@ def name_projections(
     key_mapping: KeyMapping,
     renamed: Mapping[str, str],
     root: str = "",
+    *,
+    swapped: bool = False,
 ) -> ProjectionNames:
     """Return the layers of a file that the parts of a model hold, without those of drafters.
 
@@ -103,6 +107,7 @@ def name_projections(
       renamed: text in the name of a file -> the text in the name of transformers, in the order in
         which they are replaced.
       root: path of the module whose parts these are; empty for a whole model.
+      swapped: whether PEFT takes the inputs of experts for outputs. False by default.
     """
     scope = f"{root}." if root else ""
     prefix = _PREFIXES.get(key_mapping.prefix, key_mapping.prefix)
@@ -121,7 +126,7 @@ def name_projections(
             continue
         if part.experts is not None:
             stored = part.experts.name
-            experts[path] = ExpertNames(spell(stored), stored, part.interleaved)
+            experts[path] = ExpertNames(spell(stored), stored, part.interleaved, swapped)
         elif all(isinstance(source.value, LinearWeights) for source in part.sources.values()):
             linears[path] = tuple(
                 Projection(
