@@ -129,7 +129,7 @@ def grouped_low_rank(
     block = jnp.arange(count, dtype=jnp.int32)
     owner = jnp.minimum(jnp.searchsorted(last_blocks, block, side="right"), e - 1)
     first = starts[owner] + (block - first_blocks[owner]) * size
-    taken = first[:, None] + jnp.arange(size, dtype=jnp.int32)
+    taken = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     own = (taken < ends[owner][:, None])[..., None]
     blocks = jnp.where(own, rows[jnp.clip(taken, 0, m - 1)], jnp.zeros((), rows.dtype))
     inner = _multiply_each(blocks, pair.a[owner]).astype(rows.dtype)
