@@ -84,7 +84,7 @@ from jax_nvfp4_moe.models.refused import why_refused_family
 from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
 from jax_nvfp4_moe.nn.building.builder import Builder, Part, check_parts_cover
 from jax_nvfp4_moe.nn.building.filling import fill, place
-from jax_nvfp4_moe.nn.building.projection_names import ProjectionNames, name_projections
+from jax_nvfp4_moe.nn.building.projection_names import name_projections
 from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.parallel import DISPATCHES
@@ -383,7 +383,6 @@ class UnreadModel:
       parts: the parts of the model, and what is read for each; see `nn.building.builder`.
       table: the table of the checkpoint's tensors.
       settings: the settings of the modules, such as dtype and mesh.
-      names: the names of the linear layers in transformers.
     """
 
     model: Any
@@ -391,7 +390,6 @@ class UnreadModel:
     parts: Sequence[Part]
     table: WeightTable
     settings: Settings
-    names: ProjectionNames
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -435,8 +433,6 @@ class UnreadModel:
         fill(made, self.path if path is None else path, self.parts, reader, self.settings)
         if self.settings.expert_mesh is not None:
             note_shardings(made, self.settings.expert_mesh)
-        if path is None:
-            made.projection_names = self.names
         return made
 
 
@@ -514,8 +510,8 @@ def _find(checkpoint, row, build, path, settings, options):
         modules = sorted({".".join(name.split(".")[:4]) for name in names})
     table.check(modules)
     spelled = make.parts, checkpoint.key_mapping, row.renamed, path
-    names = name_projections(*spelled, swapped=row.swaps_experts)
-    return UnreadModel(model, path, make.parts, table, settings, names)
+    model.projection_names = name_projections(*spelled, swapped=row.swaps_experts)
+    return UnreadModel(model, path, make.parts, table, settings)
 
 
 def abstract_model(

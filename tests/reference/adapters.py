@@ -109,10 +109,10 @@ def adapt(name: str) -> torch.Tensor:
     return logits(model, prompt(CHECKPOINTS / name))
 
 
-def names() -> dict[str, dict[str, list[int]]]:
-    """Return the names and shapes of linears and experts of all families, by checkpoint.
+def names() -> dict[str, dict[str, list[list[int]]]]:
+    """Return the names of linears and experts of all families, with their shapes, by checkpoint.
 
-    The layer's index is a star, because the layers of one kind have the same names.
+    The layer's index is a star. Layers of several kinds may give one name to several shapes.
     """
     found = {}
     for folder in sorted(CHECKPOINTS.iterdir()):
@@ -132,11 +132,13 @@ def names() -> dict[str, dict[str, list[int]]]:
             if isinstance(one, torch.nn.Linear)
         }
         sizes |= {k: list(p.shape) for k, p in model.named_parameters() if "experts." in k}
-        found[folder.name] = {
-            re.sub(r"\.\d+\.", ".*.", key).removesuffix(".weight"): shape
-            for key, shape in sizes.items()
-            if not re.search("visual|vision|audio|projector", key)
-        }
+        own: dict[str, list[list[int]]] = {}
+        for key, shape in sizes.items():
+            name = re.sub(r"\.\d+\.", ".*.", key).removesuffix(".weight")
+            shapes = own.setdefault(name, [])
+            if shape not in shapes and not re.search("visual|vision|audio|projector", key):
+                shapes.append(shape)
+        found[folder.name] = {name: shapes for name, shapes in own.items() if shapes}
     return found
 
 

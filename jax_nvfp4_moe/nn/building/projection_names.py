@@ -6,6 +6,7 @@ the `Source` of the layer. Adapters have these names in the files of PEFT, and t
 record of the architecture then says how.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ _PREFIXES = {
     "backbone.": CANONICAL,
     "language_model.model.": "model.language_model.",
 }
+# Prefix of the language model in transformers -> the name of the head, if it is not at the top.
+_HEADS = {"language_model.model.": "language_model.lm_head"}
 
 
 class Projection(NamedTuple):
@@ -110,15 +113,7 @@ def name_projections(
       swapped: whether PEFT takes the inputs of experts for outputs. False by default.
     """
     scope = f"{root}." if root else ""
-    prefix = _PREFIXES.get(key_mapping.prefix, key_mapping.prefix)
-
-    def spell(name):
-        if name.startswith(CANONICAL):
-            name = prefix + name.removeprefix(CANONICAL)
-        for old, new in renamed.items():
-            name = name.replace(old, new)
-        return name
-
+    spell = functools.partial(_spell, key_mapping.prefix, renamed)
     linears, experts = {}, {}
     for part in parts:
         path = part.path.removeprefix(scope)
@@ -128,13 +123,19 @@ def name_projections(
             stored = part.experts.name
             experts[path] = ExpertNames(spell(stored), stored, part.interleaved, swapped)
         elif all(isinstance(source.value, LinearWeights) for source in part.sources.values()):
+            own = path.rpartition(".")[2]
             linears[path] = tuple(
-                Projection(
-                    name or path.rpartition(".")[2],
-                    spell(source.name),
-                    source.name,
-                    *source.value.weight.shape,
-                )
-                for name, source in part.sources.items()
+                Projection(name or own, spell(found.name), found.name, *found.value.weight.shape)
+                for name, found in part.sources.items()
             )
     return ProjectionNames(linears, experts)
+
+
+def _spell(prefix, renamed, name) -> str:
+    """Return the name in transformers of a layer of a file whose language model has a prefix."""
+    prefix = _PREFIXES.get(prefix, prefix)
+    inside = name.startswith(CANONICAL)
+    given = prefix + name.removeprefix(CANONICAL) if inside else prefix
+    for old, new in renamed.items():
+        given = given.replace(old, new)
+    return given if inside else _HEADS.get(given, name)
