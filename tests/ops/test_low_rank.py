@@ -53,8 +53,9 @@ def changed(weight, both):
     return weight + both.scale * np.einsum("enr,erk->enk", both.b, both.a)
 
 
-@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
-@pytest.mark.parametrize("weight_on_input", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "weight_on_input"), [("silu", True), ("swigluoai", False), ("relu2", False)]
+)
 def test_adapted_experts_are_experts_with_changed_matrices(activation, weight_on_input):
     """So are their gradients to the tokens, to the weights of experts, and through the sort."""
     call = find_activation(activation)

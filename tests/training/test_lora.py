@@ -277,6 +277,7 @@ def test_generate_takes_adapters(name):
     np.testing.assert_array_equal(new, np.argmax(logits[:, IDS.shape[1] - 1 : -1], axis=-1))
 
 
+@pytest.mark.slow
 def test_generate_with_drafts_from_the_prompt():
     model = load(QWEN)
     fill(adapted(model, 2))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from support.devices.host_devices import make_mesh
-from support.files.given import CHECKPOINTS, EXAMPLE, reference_tensors
+from support.files.given import CHECKPOINTS, reference_tensors
 from support.models.adapters import adapted, fill, load
 
 import jax_nvfp4_moe as nvfp4
@@ -65,9 +65,9 @@ def test_adapters_of_peft(name, tmp_path):
 
 
 def test_trained_adapters_are_read_back(tmp_path):
-    model = fill_all(load(EXAMPLE))
+    model = fill_all(load(CHECKPOINTS / QWEN))
     nvfp4.save_lora(model, tmp_path / "new" / "folder")
-    again = load(EXAMPLE)
+    again = load(CHECKPOINTS / QWEN)
     nvfp4.load_lora(again, tmp_path / "new" / "folder")
     ids = np.arange(8, dtype=np.int32)[None]
     np.testing.assert_array_equal(call(again, ids), call(model, ids))
