@@ -17,7 +17,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
-from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.ops.dense import precision_for
 
 _BLOCK = 64  # the most rows of one expert that are multiplied at once
@@ -29,13 +28,13 @@ class LowRank:
     """Two matrices whose product changes a frozen weight by ``scale * b @ a``.
 
     Attributes:
-      a: ``[r, k]``, or ``[e, r, k]`` for e experts.
-      b: ``[n, r]``, or ``[e, n, r]``.
+      a: array ``[r, k]``, or ``[e, r, k]`` for e experts.
+      b: array ``[n, r]``, or ``[e, n, r]``.
       scale: factor of the product. Static.
     """
 
-    a: jax.Array
-    b: jax.Array
+    a: Any
+    b: Any
     scale: float = dataclasses.field(metadata={"static": True})
 
 
@@ -45,12 +44,12 @@ class AdaptedExperts:
     """The experts of one layer, and the low-rank products beside their matrices.
 
     Attributes:
-      experts: the frozen weights.
+      experts: the frozen weights, `MoEParams` or `DenseExperts`.
       gate_up: `LowRank` beside ``experts.gate_up``, or None.
       down: `LowRank` beside ``experts.down``, or None.
     """
 
-    experts: MoEParams | DenseExperts
+    experts: Any
     gate_up: LowRank | None
     down: LowRank | None
 

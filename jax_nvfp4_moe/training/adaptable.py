@@ -218,8 +218,9 @@ def _linear_layers(module, parts, group) -> Iterator[Adaptable]:
     """Yield the layers of the file that a linear layer holds."""
     weight = _weight(module)
     layout, (mesh, axis) = find_layout(weight), _find_mesh(weight)
-    layouts = _divide_rows(layout, parts) if _by_rows(layout) else [None] * len(parts)
-    columns = None if _by_rows(layout) else layout
+    columns, layouts = layout, [None] * len(parts)
+    if layout is not None and layout.axis == "rows":
+        columns, layouts = None, _divide_rows(layout, parts)
 
     def shard(layout, spec):
         own = PartitionSpec(*(axis if one else None for one in spec)) if layout else PartitionSpec()
@@ -241,11 +242,6 @@ def _linear_layers(module, parts, group) -> Iterator[Adaptable]:
             shard(columns, (0, 1)),
             shard(rows, (1, 0)),
         )
-
-
-def _by_rows(layout) -> bool:
-    """Return whether the rows of a weight are sharded."""
-    return layout is not None and layout.axis == "rows"
 
 
 def _divide_rows(layout: ShardLayout, parts) -> list[ShardLayout]:
@@ -270,11 +266,12 @@ def _divide_rows(layout: ShardLayout, parts) -> list[ShardLayout]:
 def _find_mesh(variable) -> tuple[Any, str | None]:
     """Return the mesh of a variable, and the name of the axis that shards it; None without one."""
     leaves = jax.tree.leaves(variable.get_value())
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    if isinstance(leaves[0], Tracer) or not isinstance(shardings[0], NamedSharding):
+    concrete = [leaf for leaf in leaves if not isinstance(leaf, Tracer)]
+    found = (getattr(leaf, "sharding", None) for leaf in concrete)
+    shardings = [one for one in found if isinstance(one, NamedSharding)]
+    if len(shardings) < len(leaves):
         return None, None
-    axes = sharded_axes(variable)
-    sharded = zip(shardings, axes, strict=True)
+    sharded = zip(shardings, sharded_axes(variable), strict=True)
     names = (one.spec[axis] for one, axis in sharded if axis is not None)
     return shardings[0].mesh, next(names, None)
 

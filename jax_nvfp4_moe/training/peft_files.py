@@ -265,7 +265,8 @@ def _read_tensors(folder, problems) -> dict[str, dict[str, np.ndarray]]:
     if problems or infos is None:
         return {}
     pairs: dict[str, dict[str, np.ndarray]] = {}
-    with Tensors({WEIGHTS: path}, infos) as tensors:
+    sound = {name: info for name, info in infos.items() if info is not None}
+    with Tensors({WEIGHTS: path}, sound) as tensors:
         for key in tensors.names():
             match = _KEY.fullmatch(key)
             if match is None or len(tensors.info(key).shape) != 2:

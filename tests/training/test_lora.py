@@ -74,8 +74,11 @@ def test_names_and_shapes_are_those_of_transformers(name):
     [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
 )
 def test_adapters_of_every_family_learn(name):
-    """Two steps lower the loss, and the adapters of all mixers have gradients."""
-    model = adapted(load(CHECKPOINTS / name))
+    """Two steps lower the loss, and the adapters of all mixers have gradients.
+
+    The model has the dtype and the kernels that users get.
+    """
+    model = adapted(nvfp4.load_model(CHECKPOINTS / name))
     ids = reference_tensors(CHECKPOINTS / name)["input_ids"][:, :12].astype(np.int32)
     first, second = step(model, ids), step(model, ids)
     last, gradients = loss_and_gradients(model, ids)
@@ -305,3 +308,20 @@ def test_experts_that_are_placed_have_no_adapters():
     place_model(moe, placements)
     with pytest.raises(ValueError, match="`place_model` has replicated or moved them"):
         nvfp4.add_lora(moe, 2, targets="experts", rngs=nnx.Rngs(0))
+
+
+def test_weights_for_a_gpu_are_converted_once(caplog):
+    """The two products of an adapted layer have kernels, and read gate and up in another order."""
+    hopper = nvfp4.Target("cuda", (9, 0))
+    moe = nvfp4.NVFP4MoE(4, 64, 64, top_k=2, target=hopper, rngs=nnx.Rngs(0))
+    whole = moe.experts.params.get_value()
+    nvfp4.add_lora(moe, 2, targets="experts", rngs=nnx.Rngs(0))
+    apart = moe.experts.params.get_value()
+    assert (whole.gate_up.layout, apart.gate_up.layout) == ("mma_64x64_gated", "mma_64x64")
+    x = jax.ShapeDtypeStruct((5, 64), jnp.bfloat16)
+    lowered = jax.jit(lambda moe, x: moe(x)).trace(moe, x).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("nvfp4_grouped_gemm_w4a16_sm90") >= 2
+    assert "converts weights" not in caplog.text
+    moe.experts.adapt(None)
+    again = moe.experts.params.get_value()
+    jax.tree.map(np.testing.assert_array_equal, again, whole)

@@ -142,10 +142,11 @@ class HeadMatrices(nnx.Module):
 
     def expand(self, y: Float[Array, "b t n rank"], expanded: Float[Array, "b t n d"]):
         """Add the product of sums of latents `y` with the adapter of `values` to the results."""
-        if self.adapter is None:
+        inner = self.reduce(y)
+        if inner is None:
             return expanded
         _, beside = self._split(self._pair().b)
-        return expanded + multiply_heads(self.reduce(y), beside.astype(y.dtype), contracted=2)
+        return expanded + multiply_heads(inner, beside.astype(y.dtype), contracted=2)
 
     def _pair(self) -> LowRank:
         """Return the matrices of the adapter."""

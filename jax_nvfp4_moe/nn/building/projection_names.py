@@ -131,7 +131,7 @@ def name_projections(
     return ProjectionNames(linears, experts)
 
 
-def _spell(prefix, renamed, name) -> str:
+def _spell(prefix: str, renamed: Mapping[str, str], name: str) -> str:
     """Return the name in transformers of a layer of a file whose language model has a prefix."""
     prefix = _PREFIXES.get(prefix, prefix)
     inside = name.startswith(CANONICAL)

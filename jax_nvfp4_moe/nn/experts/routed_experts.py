@@ -194,7 +194,8 @@ class RoutedExperts(nnx.Module):
         self._check_order()
         check_routing(x, expert_ids, expert_weights, self.params.get_value().hidden)
         with jax.named_scope("experts"):
-            run, params = self._op(), self.params.get_value()
+            run: Callable = self._op()
+            params: Any = self.params.get_value()
             if self.adapter is not None:
                 run, params = self._adapted_op(), self.adapter.beside(params)
             if self.expert_mesh is not None:
