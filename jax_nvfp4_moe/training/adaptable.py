@@ -84,7 +84,8 @@ class Adaptable:
       group: `MIXERS`, `INDEXERS`, `HEAD`, `MLPS` or `EXPERTS`.
       owner: the module that holds the layer.
       part: name of the layer in the adapter of `owner`.
-      shape: ``(outputs, inputs)`` of the whole layer, or ``(experts, outputs, inputs)``.
+      shape: ``(outputs, inputs)`` of the whole layer, or ``(experts, outputs, inputs)``. If modules
+        are stacked, as `nnx.vmap` makes them, their number comes first.
       widths: name of each layer that `owner` holds -> its number of outputs in one shard.
       a, b: how a mesh shards the two matrices.
       interleaved: whether gate and up rows of experts alternate in transformers, but not here.
@@ -218,6 +219,7 @@ def _linear_layers(module, parts, group) -> Iterator[Adaptable]:
     """Yield the layers of the file that a linear layer holds."""
     weight = _weight(module)
     layout, (mesh, axis) = find_layout(weight), _find_mesh(weight)
+    lead = () if isinstance(module, HeadMatrices) else weight.get_value().shape[:-2]
     columns, layouts = layout, [None] * len(parts)
     if layout is not None and layout.axis == "rows":
         columns, layouts = None, _divide_rows(layout, parts)
@@ -237,7 +239,7 @@ def _linear_layers(module, parts, group) -> Iterator[Adaptable]:
             group,
             module,
             part.part,
-            (part.outputs, part.inputs),
+            (*lead, part.outputs, part.inputs),
             widths,
             shard(columns, (0, 1)),
             shard(rows, (1, 0)),
@@ -279,6 +281,7 @@ def _find_mesh(variable) -> tuple[Any, str | None]:
 def _expert_matrices(module: RoutedExperts, names: ExpertNames) -> Iterator[Adaptable]:
     """Yield the two matrices of the routed experts of one layer."""
     e, h, i, gated = _expert_sizes(module)
+    lead = module.params.get_value().down.shape[:-3]
     own, mesh = find_layout(module.params), module.expert_mesh
     rows = None if own is None else dataclasses.replace(own, leading=1)
     columns = None
@@ -300,7 +303,7 @@ def _expert_matrices(module: RoutedExperts, names: ExpertNames) -> Iterator[Adap
             EXPERTS,
             module,
             part,
-            shape,
+            (*lead, *shape),
             {},
             a,
             b,

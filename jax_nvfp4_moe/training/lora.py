@@ -2,7 +2,8 @@
 
 import fnmatch
 import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 from jaxtyping import DTypeLike
 
 from jax_nvfp4_moe.numerics.arguments import check_kind, check_size
+from jax_nvfp4_moe.ops.moe import check_dtype
 from jax_nvfp4_moe.training.adaptable import EXPERTS, MIXERS, MLPS, Adaptable, find_adaptable
 
 _GROUPS = (MIXERS, MLPS, EXPERTS)
@@ -76,9 +78,7 @@ def add_lora(
     if not isinstance(rngs, nnx.Rngs):  # which `check_kind` would take for an array
         raise TypeError(f"rngs: expected nnx.Rngs, such as nnx.Rngs(0); got {type(rngs).__name__}")
     check_size("rank", rank)
-    alpha = float(rank) if alpha is None else float(alpha)
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise ValueError(f"alpha: expected a positive number, got {alpha}")
+    alpha, dtype = check_alpha(rank if alpha is None else alpha), check_dtype(dtype)
     chosen = choose_layers(model, targets)
     adapted = [layer.name for layer in chosen if layer.pair is not None]
     if adapted:
@@ -87,10 +87,20 @@ def add_lora(
             "targets, or load the model again"
         )
     for layer in chosen:
-        *experts, n, k = layer.shape
+        *lead, n, k = layer.shape
         bound = k**-0.5
-        a = jax.random.uniform(rngs.params(), (*experts, rank, k), dtype, -bound, bound)
-        layer.put(a, jnp.zeros((*experts, n, rank), dtype), alpha)
+        a = jax.random.uniform(rngs.params(), (*lead, rank, k), dtype, -bound, bound)
+        layer.put(a, jnp.zeros((*lead, n, rank), dtype), alpha)
+
+
+def check_alpha(alpha: float) -> float:
+    """Return `alpha` as a float, after a check that it is a positive number."""
+    if not isinstance(alpha, numbers.Real):
+        raise TypeError(f"alpha: expected a positive number or None, got {type(alpha).__name__}")
+    alpha = float(alpha)
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise ValueError(f"alpha: expected a positive number, got {alpha}")
+    return alpha
 
 
 def choose_layers(model: nnx.Module, targets: str | Sequence[str]) -> list[Adaptable]:
@@ -100,6 +110,10 @@ def choose_layers(model: nnx.Module, targets: str | Sequence[str]) -> list[Adapt
       TypeError: `targets` is no name and no sequence of names.
       ValueError: a target matches no layer; the message lists all that match none.
     """
+    if not isinstance(targets, Iterable):
+        raise TypeError(
+            f"targets: expected a name or a sequence of names, got {type(targets).__name__}"
+        )
     patterns = [targets] if isinstance(targets, str) else list(targets)
     for pattern in patterns:
         check_kind("targets", pattern, str)

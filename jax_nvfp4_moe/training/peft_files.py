@@ -33,6 +33,7 @@ from jax_nvfp4_moe.checkpoint.names import PARTS, PROJECTION_OF
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
 from jax_nvfp4_moe.checkpoint.writing.files import write_file
 from jax_nvfp4_moe.numerics.arguments import check_kind
+from jax_nvfp4_moe.ops.moe import check_dtype
 from jax_nvfp4_moe.parallel.processes import is_first
 from jax_nvfp4_moe.training.adaptable import EXPERTS, Adaptable, find_adaptable
 
@@ -77,7 +78,7 @@ def save_lora(model: nnx.Module, folder: str | pathlib.Path) -> None:
         if it is missing, and files of these names are replaced. A leading ``~`` is expanded.
 
     Raises:
-      ValueError: the model has no adapters.
+      ValueError: the model has no adapters, or modules that `nnx.vmap` has stacked have some.
       OSError: a file cannot be written. The message names the file and its device.
 
     Example:
@@ -100,6 +101,12 @@ def save_lora(model: nnx.Module, folder: str | pathlib.Path) -> None:
     if not layers:
         raise ValueError(
             "model: expected a model with adapters, which add_lora or load_lora adds; got none"
+        )
+    stacked = [one.name for one in layers if len(one.shape) > 2 + (one.group == EXPERTS)]
+    if stacked:
+        raise ValueError(
+            f"model: expected layers one by one, as PEFT has them; {stacked[0]} is a stack of "
+            "layers"
         )
     tensors: dict[str, np.ndarray] = {}
     for layer, name in zip(layers, _stored_names(layers), strict=True):
@@ -218,7 +225,7 @@ def load_lora(
     Source: as for `save_lora`.
     """
     check_kind("model", model, nnx.Module)
-    folder = expand_home(folder)
+    folder, dtype = expand_home(folder), check_dtype(dtype)
     layers = find_adaptable(model)
     adapted = [layer.name for layer in layers if layer.pair is not None]
     if adapted:

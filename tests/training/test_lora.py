@@ -145,6 +145,9 @@ def test_targets(targets, expected):
         (ValueError, r"'nothing', '\*.9.\*' matches", {"targets": ("q_proj", "nothing", "*.9.*")}),
         (ValueError, "targets: an empty sequence", {"targets": ()}),
         (TypeError, "targets", {"targets": [3]}),
+        (TypeError, "targets: expected a name or a sequence", {"targets": None}),
+        (TypeError, "alpha: expected a positive number or None, got str", {"alpha": "8"}),
+        (ValueError, "dtype: expected .*, got int32", {"dtype": jnp.int32}),
         (ValueError, "alpha: expected a positive number, got 0", {"alpha": 0}),
         (ValueError, "alpha: expected a positive number, got nan", {"alpha": float("nan")}),
         (ValueError, "rank", {"rank": 0}),
@@ -214,6 +217,34 @@ def test_an_own_model():
     assert len(nnx.to_flat_state(adapters)) == 6
     merged = nnx.merge(graph, adapters, rest)
     np.testing.assert_array_equal(merged(x), model(x))
+
+
+def test_layers_that_are_stacked():
+    """`nnx.scan` runs over adapters as over weights."""
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=0)
+    def make(rngs):
+        return Own(rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x, layer):
+        return layer(x)
+
+    stack = make(nnx.Rngs(0))
+    nvfp4.add_lora(stack, 2, targets=("linears.1", "experts"), rngs=nnx.Rngs(0))
+    assert stack.linears[1].adapter.pairs()["1"].a.shape == (2, 2, 32)
+    fill(stack)
+    x = np.random.default_rng(0).standard_normal((5, 32), np.float32)
+    alone = [nnx.merge(*_take(stack, index)) for index in (0, 1)]
+    np.testing.assert_allclose(run(x, stack), alone[1](alone[0](x)), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"linears\.1 is a stack of layers"):
+        nvfp4.save_lora(stack, "nowhere")
+
+
+def _take(stack, index):
+    graph, state = nnx.split(stack)
+    return graph, jax.tree.map(lambda leaf: leaf[index], state)
 
 
 def test_adapted_experts_are_experts_with_changed_matrices():

@@ -436,6 +436,8 @@ class NVFP4Experts(RoutedExperts):
         """
         super().adapt(adapter)
         to_layout = functools.partial(_lay_out, apart=adapter is not None, layout=self.plan.layout)
+        for _ in self.params.get_value().down.packed.shape[:-3]:  # stacked, as `nnx.vmap` does it
+            to_layout = jax.vmap(to_layout)
         self.params.set_value(
             jax.jit(on_shards(to_layout, self.expert_mesh))(self.params.get_value())
         )
