@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.files.drafted import write_drafted
 from support.files.given import CHECKPOINTS, MODELS, reference_tensors
 from support.models.adapters import adapted, fill, load, loss_and_gradients, step
 
@@ -312,12 +313,16 @@ def test_generate_takes_adapters(name):
 
 
 @pytest.mark.slow
-def test_generate_with_drafts_from_the_prompt():
-    model = load(QWEN)
+@pytest.mark.parametrize("draft", ["lookup", "mtp"])
+def test_generate_with_drafts(tmp_path, draft):
+    """The drafting layers have no adapters; they propose, and the adapted model decides."""
+    folder = write_drafted("qwen3moe-modelopt-w4a16", tmp_path / "drafted")
+    model = load(folder, draft="mtp")
     fill(adapted(model, 2))
+    assert not nnx.to_flat_state(nnx.state(model.drafter, nnx.LoRAParam))
     how = {"max_new_tokens": 6, "stop_ids": ()}
     plain = nvfp4.generate(model, IDS, **how)
-    np.testing.assert_array_equal(nvfp4.generate(model, IDS, draft="lookup", **how), plain)
+    np.testing.assert_array_equal(nvfp4.generate(model, IDS, draft=draft, **how), plain)
 
 
 def test_a_saved_model_has_its_adapters(tmp_path):
