@@ -30,7 +30,8 @@ def add_lora(
 
     An adapted layer computes ``W @ x + alpha / rank * B @ (A @ x)``. W stays packed and frozen. A
     and B are `nnx.LoRAParam`, so filters and optimizers find them. A is drawn at random and B is
-    zero, so that the model computes what it computed before.
+    zero, so that each operation gives what it gave before. Under `jax.jit`, XLA may fuse operations
+    in another way, which can change the last bits of float32 results.
 
     Each layer of the checkpoint has matrices of its own, also if a module of this package joins
     several layers. `save_lora` therefore writes files that PEFT reads.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.ops.low_rank import LowRank, low_rank
@@ -59,7 +60,9 @@ class LoRA(nnx.Module):
 
     def add_to(self, x: Float[Array, "... k"], y: Float[Array, "... n"]) -> Float[Array, "... n"]:
         """Return the result `y` of the layer for `x`, with the low-rank products added."""
-        pairs = self.pairs()
+        # Without the barrier, XLA may merge this GEMM with that of a weight that is not quantized,
+        # and copy that weight in each call.
+        pairs, x = self.pairs(), lax.optimization_barrier(x)
         parts = [
             low_rank(x, pairs[name].read())
             if name in pairs
