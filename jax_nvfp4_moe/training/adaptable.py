@@ -109,6 +109,15 @@ class Adaptable:
         """The adapter of this layer, or None."""
         return self._pairs().get(self.part)
 
+    def check(self) -> None:
+        """Check that an adapter can be put beside this layer.
+
+        Raises:
+          ValueError: `place_model` has replicated or moved experts.
+        """
+        if self.group == EXPERTS:
+            self.owner.check_unplaced()
+
     def put(self, a: Any, b: Any, alpha: float) -> None:
         """Put an adapter beside this layer, in place of an earlier one.
 
@@ -123,10 +132,6 @@ class Adaptable:
         """Return the whole matrices of the adapter, as `put` takes them."""
         assert self.pair is not None
         return self.a.take(self.pair.a), self.b.take(self.pair.b)
-
-    def remove(self) -> None:
-        """Remove the adapter of this layer, if it has one."""
-        self._set({part: pair for part, pair in self._pairs().items() if part != self.part})
 
     def _pairs(self) -> dict[str, LowRankPair]:
         """Return the adapters of all layers that the owner holds."""
@@ -173,11 +178,12 @@ def find_adaptable(model: nnx.Module) -> list[Adaptable]:
 
 def _group(path, above) -> str:
     """Return the group of the linear layer at `path` below the modules `above`."""
+    # `BlockSparseAttention.index` is the only indexer that is not a module of its own.
     if any(isinstance(one, Indexer) for one in above) or "index" in path:
         return INDEXERS
     if any(isinstance(one, HeadParallel) for one in above):
         return MIXERS
-    return HEAD if path[-1:] in ((name,) for name in _HEADS) else MLPS
+    return HEAD if path and path[-1] in _HEADS else MLPS
 
 
 def _parts(module, path, above, names) -> tuple[Projection, ...]:

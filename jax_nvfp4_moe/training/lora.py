@@ -58,8 +58,9 @@ def add_lora(
 
     Raises:
       TypeError: an argument has a wrong type.
-      ValueError: a target matches no layer, or a layer has an adapter already. The model is then
-        unchanged. Also if `rank` or `alpha` is not positive, or if `place_model` has moved experts.
+      ValueError: a target matches no layer, a layer has an adapter already, `place_model` has moved
+        experts that would be adapted, or `rank` or `alpha` is not positive. The model is then
+        unchanged.
 
     Example:
       >>> import importlib.resources
@@ -87,6 +88,8 @@ def add_lora(
             f"model: expected layers without adapters, but {_few(adapted)} have one. Choose other "
             "targets, or load the model again"
         )
+    for layer in chosen:
+        layer.check()
     for layer in chosen:
         *lead, n, k = layer.shape
         bound = k**-0.5

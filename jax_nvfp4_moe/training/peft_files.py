@@ -204,7 +204,8 @@ def load_lora(
       dtype: dtype of A and B, float32 by default.
 
     Raises:
-      ValueError: the model has adapters already.
+      ValueError: the model has adapters already, or `place_model` has moved experts that have some
+        in the folder. The model is then unchanged.
       CheckpointError: a file is missing or wrong, the model has no layer of a name, a matrix has
         another shape, or the configuration asks for more than LoRA, such as DoRA. The message lists
         all problems, and the model is unchanged.
@@ -239,6 +240,8 @@ def load_lora(
     problems.finish(printable(folder))
     found = _find_matrices(_Names(layers, config), stored, problems)
     problems.finish(printable(folder))
+    for layer, _ in found:
+        layer.check()
     for layer, (a, b, alpha) in found:
         layer.put(np.asarray(a, dtype), np.asarray(b, dtype), alpha)
 

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.eight_devices
 QWEN = CHECKPOINTS / "qwen3moe-modelopt-w4a16"
 
 
-def both(folder, shape, **how):
+def both(folder, shape, names=("expert", "tensor"), **how):
     """Return a model on one device and on a mesh, with the same adapters that change results."""
-    pair = load(folder), load(folder, mesh=make_mesh(shape), **how)
+    pair = load(folder), load(folder, mesh=make_mesh(shape, names=names), **how)
     for model in pair:
         fill(adapted(model, 4))
     return pair
@@ -65,6 +65,11 @@ def test_gradients_over_a_mesh_equal_those_of_one_device():
 def test_gradients_of_each_mixer(tmp_path, name, shape):
     small = shape[1] == 1 or name.startswith("deepseekv3")
     check(*both(CHECKPOINTS / name if small else dequantized(name, tmp_path), shape))
+
+
+@pytest.mark.slow
+def test_gradients_of_sharded_rows_are_added_up():
+    check(*both(QWEN, (2, 2, 2), ("data", "expert", "tensor")))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.arguments import check_kind
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, fake_round_fp8
+from jax_nvfp4_moe.numerics.layouts import find_layout as layout_called
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import (
     DenseExperts,
@@ -258,12 +259,20 @@ class RoutedExperts(nnx.Module):
         Raises:
           ValueError: `place_model` has replicated or moved experts.
         """
+        self.check_unplaced()
+        self.adapter = adapter
+
+    def check_unplaced(self) -> None:
+        """Check that experts are in the order of the checkpoint, as adapters are.
+
+        Raises:
+          ValueError: `place_model` has replicated or moved experts.
+        """
         if self.slots is not None:
             raise ValueError(
                 "experts: expected experts in the order of the checkpoint, but `place_model` has "
                 "replicated or moved them. Add adapters to a model whose experts are not placed"
             )
-        self.adapter = adapter
 
     def replace_params(self, params: AnyExperts) -> None:
         """Replace the weights by others of the same widths, such as those that `place_model` made.
@@ -435,12 +444,17 @@ class NVFP4Experts(RoutedExperts):
           ValueError: `place_model` has replicated or moved experts.
         """
         super().adapt(adapter)
-        to_layout = functools.partial(_lay_out, apart=adapter is not None, layout=self.plan.layout)
-        for _ in self.params.get_value().down.packed.shape[:-3]:  # stacked, as `nnx.vmap` does it
-            to_layout = jax.vmap(to_layout)
-        self.params.set_value(
-            jax.jit(on_shards(to_layout, self.expert_mesh))(self.params.get_value())
+        if layout_called(self.plan.layout).of_halves is None:
+            return  # gate and up have no order of their own
+        params = self.params.get_value()
+        made = _lay_out(
+            params,
+            apart=adapter is not None,
+            layout=self.plan.layout,
+            stacked=params.down.packed.ndim - 3,
+            expert_mesh=self.expert_mesh,
         )
+        self.params.set_value(made)
 
     def set_input_scales(
         self,
@@ -492,11 +506,19 @@ class NVFP4Experts(RoutedExperts):
         super().replace_params(params)
 
 
-def _lay_out(params: MoEParams, *, apart: bool, layout: str) -> MoEParams:
+# One program for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("apart", "layout", "stacked", "expert_mesh"))
+def _lay_out(params: MoEParams, *, apart, layout, stacked, expert_mesh) -> MoEParams:
     """Return experts in a layout, with `gate_up` in that of a GEMM of its own if `apart`."""
-    if not apart:
-        return params.to_layout(layout)
-    return dataclasses.replace(params, gate_up=params.gate_up.to_layout(layout))
+
+    def convert(own):
+        if not apart:
+            return own.to_layout(layout)
+        return dataclasses.replace(own, gate_up=own.gate_up.to_layout(layout))
+
+    for _ in range(stacked):  # as `nnx.vmap` stacks modules
+        convert = jax.vmap(convert)
+    return on_shards(convert, expert_mesh)(params)
 
 
 class FP8Experts(RoutedExperts):
