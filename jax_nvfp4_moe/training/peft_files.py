@@ -29,7 +29,7 @@ from jaxtyping import DTypeLike
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, printable, quoted
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.folder import expand_home, locate, read_json
-from jax_nvfp4_moe.checkpoint.names import PARTS, PROJECTION_OF
+from jax_nvfp4_moe.checkpoint.names import PARTS, PROJECTION_OF, PROJECTIONS
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
 from jax_nvfp4_moe.checkpoint.writing.files import write_file
 from jax_nvfp4_moe.numerics.arguments import check_kind
@@ -97,7 +97,8 @@ def save_lora(model: nnx.Module, folder: str | pathlib.Path) -> None:
     """
     check_kind("model", model, nnx.Module)
     folder = expand_home(folder)
-    layers = [layer for layer in find_adaptable(model) if layer.pair is not None]
+    known = find_adaptable(model)
+    layers = [layer for layer in known if layer.pair is not None]
     if not layers:
         raise ValueError(
             "model: expected a model with adapters, which add_lora or load_lora adds; got none"
@@ -115,7 +116,8 @@ def save_lora(model: nnx.Module, folder: str | pathlib.Path) -> None:
     if is_first():
         folder.mkdir(parents=True, exist_ok=True)
         write_safetensors(folder / WEIGHTS, tensors, {"format": "pt"})
-        text = json.dumps(_configuration(layers), indent=2) + "\n"
+        sparse = any(layer.group == EXPERTS for layer in known)
+        text = json.dumps(_configuration(layers, sparse), indent=2) + "\n"
         write_file(folder / CONFIG, [text.encode()])
 
 
@@ -156,14 +158,24 @@ def _swap(a, b):
     return b.swapaxes(1, 2), a.swapaxes(1, 2)
 
 
-def _configuration(layers: Sequence[Adaptable]) -> dict[str, Any]:
-    """Return the configuration of PEFT for the adapters of some layers."""
-    facts = {layer.name: _rank_and_alpha(layer) for layer in layers}
+def _configuration(layers: Sequence[Adaptable], sparse: bool) -> dict[str, Any]:
+    """Return the configuration of PEFT for the adapters of some layers.
+
+    Args:
+      layers: the layers.
+      sparse: whether the model has routed experts.
+    """
+    modules, parameters, facts = [], [], {}
+    for layer in layers:
+        name, listed = layer.name, modules
+        if layer.group == EXPERTS:
+            listed = parameters
+        elif sparse and name.rpartition(".")[2] in PROJECTIONS:
+            # PEFT takes modules of these names for the routed experts, but not their parameters.
+            name, listed = f"{name}.weight", parameters
+        listed.append(name)
+        facts[re.escape(name)] = _rank_and_alpha(layer)
     (rank, alpha), _ = collections.Counter(facts.values()).most_common(1)[0]
-    names = {
-        of_experts: [one.name for one in layers if (one.group == EXPERTS) is of_experts]
-        for of_experts in (False, True)
-    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -175,10 +187,10 @@ def _configuration(layers: Sequence[Adaptable]) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
-        "target_modules": names[False] or None,
-        "target_parameters": names[True] or None,
-        "rank_pattern": {re.escape(n): own for n, (own, _) in facts.items() if own != rank},
-        "alpha_pattern": {re.escape(n): own for n, (_, own) in facts.items() if own != alpha},
+        "target_modules": modules or None,
+        "target_parameters": parameters or None,
+        "rank_pattern": {name: own for name, (own, _) in facts.items() if own != rank},
+        "alpha_pattern": {name: own for name, (_, own) in facts.items() if own != alpha},
     }
 
 
@@ -349,7 +361,7 @@ class _Names:
     def _look_up(self, field, name, default):
         """Return the value of the first pattern of a field that ends a name, or the default."""
         for pattern, value in (self._config.get(field) or {}).items():
-            if _ends(pattern, name):
+            if _ends(pattern, name) or _ends(pattern, f"{name}.weight"):
                 return value
         return default
 

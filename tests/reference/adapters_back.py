@@ -20,6 +20,12 @@ from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from tests.reference.compare import read
 
 CHECKPOINTS = pathlib.Path(__file__).parents[1] / "checkpoints"
+# Checkpoint -> further layers, which PEFT takes for routed experts if they are listed as modules.
+SHARED = {
+    "deepseek_v3-direct-modelopt-w4a16": ["shared_experts.*", "layers.0.mlp.*_proj"],
+    "qwen3_next-modelopt-w4a16": ["shared_expert.*"],
+    "glm4_moe_lite-modelopt-w4a16": ["shared_experts.*"],
+}
 LAST = 3  # as in adapters.py, which needs torch
 
 
@@ -34,6 +40,8 @@ def write(name: str, folder: pathlib.Path) -> None:
     nvfp4.add_lora(model, 3, targets=modules, alpha=7, rngs=nnx.Rngs(0))
     if parameters:
         nvfp4.add_lora(model, 2, targets=parameters, rngs=nnx.Rngs(1))
+    if name in SHARED:
+        nvfp4.add_lora(model, 2, targets=SHARED[name], alpha=3, rngs=nnx.Rngs(2))
     noise = np.random.default_rng(0)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         values = 0.5 * noise.standard_normal(variable.shape) / variable.shape[-1] ** 0.5

@@ -9,6 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from support.devices.host_devices import make_mesh
 from support.files.given import CHECKPOINTS, reference_tensors
 from support.models.adapters import adapted, fill, load
@@ -16,6 +17,7 @@ from support.models.adapters import adapted, fill, load
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
+from jax_nvfp4_moe.models.loading import abstract_model
 from jax_nvfp4_moe.training.adaptable import find_adaptable
 from jax_nvfp4_moe.training.peft_files import CONFIG, WEIGHTS
 
@@ -58,10 +60,23 @@ def test_adapters_of_peft(name, tmp_path):
     same_files(tmp_path, ADAPTERS / name)
     ours, peft = (json.loads((one / CONFIG).read_text()) for one in (tmp_path, ADAPTERS / name))
     assert (ours["r"], ours["lora_alpha"]) == (peft["r"], peft["lora_alpha"])
-    layers = [layer for layer in find_adaptable(model) if layer.pair is not None]
-    assert sorted((ours["target_modules"] or []) + (ours["target_parameters"] or [])) == sorted(
-        layer.name for layer in layers
-    )
+    listed = (ours["target_modules"] or []) + (ours["target_parameters"] or [])
+    names = (layer.name for layer in find_adaptable(model) if layer.pair is not None)
+    assert sorted(one.removesuffix(".weight") for one in listed) == sorted(names)
+
+
+def test_linears_that_peft_takes_for_experts_are_listed_by_parameter(tmp_path):
+    """PEFT adapts routed experts where ``target_modules`` lists a `gate_proj` of a sparse model."""
+    model = abstract_model(CHECKPOINTS / "deepseek_v3-direct-modelopt-w4a16").model
+    targets = ("layers.1.mlp.shared_experts.gate_proj", "layers.1.self_attn.q_proj")
+    nvfp4.add_lora(model, 2, targets=targets[0], rngs=nnx.Rngs(0))
+    nvfp4.add_lora(model, 3, targets=targets[1], rngs=nnx.Rngs(0))
+    nvfp4.save_lora(model, tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert config["target_parameters"] == [f"model.{targets[0]}.weight"]
+    assert config["target_modules"] == [f"model.{targets[1]}"]
+    other = next(iter(config["rank_pattern"].items()))
+    assert config["r"] + other[1] == 2 + 3
 
 
 def test_trained_adapters_are_read_back(tmp_path):
