@@ -29,6 +29,7 @@ from jaxtyping import DTypeLike
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, printable, quoted
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.folder import expand_home, locate, read_json
+from jax_nvfp4_moe.checkpoint.formats.regular_expressions import PatternError, RegularExpression
 from jax_nvfp4_moe.checkpoint.names import PARTS, PROJECTION_OF, PROJECTIONS
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
 from jax_nvfp4_moe.checkpoint.writing.files import write_file
@@ -40,7 +41,7 @@ from jax_nvfp4_moe.training.adaptable import EXPERTS, Adaptable, find_adaptable
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _INNER = "base_model.model.", ".base_layer"
 _KEY = re.compile(r"(.*)\.lora_([AB])(?:\.default)?\.weight")
-_ONE_EXPERT = re.compile(rf"(.*)\.(\d+)\.({'|'.join(PROJECTION_OF)})")
+_ONE_EXPERT = re.compile(rf"(.*)\.(\d{{1,6}})\.({'|'.join(PROJECTION_OF)})")
 _WRAPPERS = re.compile(rf"(?:(?:{'|'.join(PARTS)})\.)+")
 # Fields of a configuration that change what an adapter computes -> the values that are supported.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -54,6 +55,8 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
+
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
@@ -267,7 +270,7 @@ def _find_unsupported(config) -> Iterable[str]:
     for name in ("r", "lora_alpha"):
         if not _is_positive(config.get(name)):
             yield f"{CONFIG}: {name}: expected a positive number, got {quoted(config.get(name))}"
-    for name in ("rank_pattern", "alpha_pattern"):
+    for name in _PATTERNS:
         found = config.get(name) or {}
         if not isinstance(found, dict) or not all(map(_is_positive, found.values())):
             yield f"{CONFIG}: {name}: expected positive numbers by name, got {quoted(found)}"
@@ -299,7 +302,7 @@ def _read_tensors(folder, problems) -> dict[str, dict[str, np.ndarray]]:
             else:
                 pairs.setdefault(match[1], {})[match[2]] = np.array(tensors.read(key))
     for name, pair in pairs.items():
-        if len(pair) < 2 or pair["A"].shape[0] != pair["B"].shape[1]:
+        if len(pair) < 2 or not pair["A"].shape[0] == pair["B"].shape[1] > 0:
             shapes = ", ".join(f"lora_{one} {matrix.shape}" for one, matrix in pair.items())
             problems.append(
                 f"{quoted(name)}: expected lora_A [r, k] and lora_B [n, r], got {shapes}"
@@ -311,8 +314,13 @@ class _Names:
     """The layers of a model by their names in a file, and the facts of its configuration."""
 
     def __init__(self, layers: Sequence[Adaptable], config: Mapping[str, Any]):
-        """Store the layers and the configuration."""
+        """Store the layers and the configuration.
+
+        Raises:
+          CheckpointError: a pattern of the configuration is no regular expression.
+        """
         self._config = config
+        self._patterns = {name: _compile(config, name) for name in _PATTERNS}
         self._layers: dict[str, Adaptable] = {}
         for layer in layers:
             self._layers |= {_plain(layer.stored): layer, _plain(layer.name): layer}
@@ -359,21 +367,25 @@ class _Names:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _look_up(self, field, name, default):
-        """Return the value of the first pattern of a field that ends a name, or the default."""
-        for pattern, value in (self._config.get(field) or {}).items():
-            if _ends(pattern, name) or _ends(pattern, f"{name}.weight"):
+        """Return the value of the first pattern of a field for a name, or the default."""
+        spellings = name, f"{name}.weight", _plain(name)
+        for pattern, value in self._patterns[field]:
+            if any(map(pattern.match, spellings)):
                 return value
         return default
 
 
-def _ends(pattern: str, name: str) -> bool:
-    """Return whether a pattern of PEFT stands for a name: a regular expression for its last parts.
+def _compile(config, field) -> list[tuple[RegularExpression, float]]:
+    """Return the patterns of a field, which stand for the last parts of a name, as in PEFT.
 
-    A pattern from a file may take exponential time as a regular expression. Names with escaped dots
-    and names with one kind of wildcard are all that PEFT writes.
+    Raises:
+      CheckpointError: a pattern is no regular expression, or has a part that is not supported.
     """
-    parts = [re.escape(part) for part in pattern.replace("\\", "").split(".*")]
-    return re.fullmatch(rf"(.*\.)?({'.*'.join(parts)})", name) is not None
+    try:
+        found = (config.get(field) or {}).items()
+        return [(RegularExpression(rf"(.*\.)?({one})$"), value) for one, value in found]
+    except PatternError as error:
+        raise CheckpointError(f"{CONFIG}: {field}: a pattern {error}") from None
 
 
 def _plain(name: str) -> str:
@@ -393,7 +405,11 @@ def _find_matrices(names: _Names, stored, problems) -> list[tuple[Adaptable, _Ma
                 found.append((layer, _of_layer(names, layer, key, pair)))
         elif one := _ONE_EXPERT.fullmatch(name):
             own = single.setdefault((one[1], PROJECTION_OF[one[3]]), {})
-            own[int(one[2])] = pair["A"], pair["B"], names.scale(name, pair["A"].shape[0])
+            own[int(one[2])] = (
+                pair["A"],
+                pair["B"],
+                names.scale(key.removeprefix(_PREFIX), pair["A"].shape[0]),
+            )
         else:
             problems.append(f"{quoted(key)}: this model has no layer of this name")
     for experts, group in itertools.groupby(sorted(single), key=lambda pair: pair[0]):
@@ -424,7 +440,7 @@ def _of_layer(names: _Names, layer: Adaptable, key, pair) -> _Matrices:
         a, b = a.reshape(e, rank, k), b.reshape(n, rank, e).transpose(2, 0, 1)
         a, b = _swap(a, b) if layer.swapped else (a, b)
         b = _gates_first(layer, b)
-    return _Matrices(a, b, names.scale(_plain(layer.name), rank) * rank)
+    return _Matrices(a, b, names.scale(layer.name, rank) * rank)
 
 
 def _gates_first(layer: Adaptable, b):

@@ -154,6 +154,7 @@ def zeros(shapes):
         ("init_lora_weights: .* got 'pissa'", GOOD, {"init_lora_weights": "pissa"}),
         ("r: expected a positive number, got 'two'", GOOD, {"r": "two"}),
         ("rank_pattern: expected positive numbers", GOOD, {"rank_pattern": {"q": -1}}),
+        ("alpha_pattern: a pattern is no regular", GOOD, {"alpha_pattern": {"(": 1}}),
         (
             "this model has no layer of this name",
             {k.replace("q_", "x_"): v for k, v in GOOD.items()},
@@ -165,6 +166,7 @@ def zeros(shapes):
             {f"{Q}.lora_A.weight": (2, 64)},
             {},
         ),
+        ("got lora_A .0, 64.", {f"{Q}.lora_A.weight": (0, 64), f"{Q}.lora_B.weight": (64, 0)}, {}),
         ("lora_magnitude_vector", {**GOOD, f"{Q}.lora_magnitude_vector.weight": (64,)}, {}),
     ],
 )
@@ -181,6 +183,20 @@ def test_patterns_and_a_scale_of_the_root_of_the_rank(tmp_path):
     nvfp4.load_lora(model, write(tmp_path, zeros(GOOD), **config))
     pair = model.layers[1].attention.qkv.q_k_v.adapter.q.read()
     assert pair.scale == pytest.approx(5 / 2**0.5)
+
+
+def test_each_adapter_keeps_its_rank_and_alpha(tmp_path):
+    model, again = load(CHECKPOINTS / QWEN), load(CHECKPOINTS / QWEN)
+    nvfp4.add_lora(model, 2, targets="mixers", alpha=3, rngs=nnx.Rngs(0))
+    nvfp4.add_lora(model, 4, targets="layers.1.mlp.experts.*", alpha=7, rngs=nnx.Rngs(0))
+    nvfp4.add_lora(model, 4, targets="layers.0.mlp.down_proj", alpha=0.5, rngs=nnx.Rngs(0))
+    nvfp4.save_lora(model, tmp_path)
+    nvfp4.load_lora(again, tmp_path)
+    for one, other in zip(find_adaptable(model), find_adaptable(again), strict=True):
+        if one.pair is None:
+            assert other.pair is None
+        else:
+            assert one.pair.read().scale == pytest.approx(other.pair.read().scale), one.name
 
 
 def test_a_folder_and_a_model_without_adapters(tmp_path):
