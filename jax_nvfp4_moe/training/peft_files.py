@@ -56,6 +56,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
+_FLOATS = ("BF16", "F16", "F32", "F64")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
@@ -293,11 +294,11 @@ def _read_tensors(folder, problems) -> dict[str, dict[str, np.ndarray]]:
     sound = {name: info for name, info in infos.items() if info is not None}
     with Tensors({WEIGHTS: path}, sound) as tensors:
         for key in tensors.names():
-            match = _KEY.fullmatch(key)
-            if match is None or len(tensors.info(key).shape) != 2:
+            match, info = _KEY.fullmatch(key), tensors.info(key)
+            if match is None or len(info.shape) != 2 or info.dtype not in _FLOATS:
                 problems.append(
-                    f"{quoted(key)}: expected a matrix whose name ends in lora_A.weight or "
-                    f"lora_B.weight, got {tensors.info(key)}"
+                    f"{quoted(key)}: expected a matrix of floats whose name ends in lora_A.weight "
+                    f"or lora_B.weight, got {info}"
                 )
             else:
                 pairs.setdefault(match[1], {})[match[2]] = np.array(tensors.read(key))
@@ -335,9 +336,7 @@ class _Names:
         matrices = [one for one in matrices if one is not None and one.group == EXPERTS]
         if not matrices:
             return self._layers.get(name)
-        targeted = [one for one in matrices if self._targets(one.name)]
-        if not targeted:
-            return None
+        targeted = [one for one in matrices if self._targets(one.name)] or matrices
         return targeted[0] if name != experts else targeted[-1]
 
     def find_experts(self, name: str, projection: str) -> Adaptable | None:
@@ -349,7 +348,7 @@ class _Names:
     def _targets(self, name) -> bool:
         """Return whether the configuration lists a parameter among its targets."""
         listed = self._config.get("target_parameters")
-        listed = [listed] if isinstance(listed, str) else listed or ()
+        listed = listed if isinstance(listed, list) else [listed]
         return any(f".{name}".endswith(f".{_plain(str(one))}") for one in listed)
 
     def scale(self, name: str, rank: int) -> float:

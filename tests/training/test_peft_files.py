@@ -177,6 +177,22 @@ def test_what_is_wrong_is_said(tmp_path, words, shapes, config):
     assert all(layer.pair is None for layer in find_adaptable(model))
 
 
+def test_matrices_are_floats(tmp_path):
+    whole = {name: value.astype(np.int32) for name, value in zeros(GOOD).items()}
+    with pytest.raises(nvfp4.CheckpointError, match="expected a matrix of floats"):
+        nvfp4.load_lora(load(CHECKPOINTS / QWEN), write(tmp_path, whole))
+
+
+@pytest.mark.parametrize("listed", [5, [3], None, "experts.down_proj"])
+def test_odd_lists_of_parameters(tmp_path, listed):
+    """A list that names no parameter of the experts stands for all of them."""
+    model = load(CHECKPOINTS / QWEN)
+    stem = "base_model.model.model.layers.1.mlp.experts"
+    shapes = {f"{stem}.lora_A.weight": (16, 48), f"{stem}.lora_B.weight": (64, 16)}
+    nvfp4.load_lora(model, write(tmp_path, zeros(shapes), target_parameters=listed))
+    assert model.layers[1].mlp.experts.adapter.down.a.shape == (8, 2, 48)
+
+
 def test_patterns_and_a_scale_of_the_root_of_the_rank(tmp_path):
     model = load(CHECKPOINTS / QWEN)
     config = {"alpha_pattern": {r".*\.1\..*q_proj": 5}, "use_rslora": True}
