@@ -122,6 +122,11 @@ PAGES = {
             ),
         ),
     ),
+    "training": Page(
+        "Training",
+        "Low-rank adapters beside frozen weights, and their files.",
+        ("training.lora", "training.peft_files"),
+    ),
     "choice": Page(
         "Scheme and backend",
         "The scheme says which numbers are computed, and the backend which kernel does it.",

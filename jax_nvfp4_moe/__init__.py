@@ -45,6 +45,8 @@ try:
     from jax_nvfp4_moe.quantization.module_calibration import calibrate
     from jax_nvfp4_moe.quantization.pipeline import quantize_model
     from jax_nvfp4_moe.scheme import Choice, NoBackendError, Problem, Scheme, Target
+    from jax_nvfp4_moe.training.lora import add_lora
+    from jax_nvfp4_moe.training.peft_files import load_lora, save_lora
 finally:
     if _COLLECTS:
         gc.enable()
@@ -71,6 +73,7 @@ __all__ = [
     "Scheme",
     "Target",
     "__version__",
+    "add_lora",
     "calibrate",
     "cast_model",
     "evaluate",
@@ -79,6 +82,7 @@ __all__ = [
     "find_activation",
     "generate",
     "load_exported",
+    "load_lora",
     "load_model",
     "load_moe",
     "load_tokenizer",
@@ -90,6 +94,7 @@ __all__ = [
     "ragged_dot",
     "restore",
     "save",
+    "save_lora",
     "stream",
     "testing",
 ]

@@ -1,18 +1,16 @@
-"""Train LoRA on the attention of an NVFP4 checkpoint. The experts stay packed and frozen.
+"""Train LoRA on an NVFP4 checkpoint, whose weights stay packed and frozen.
 
-Run it: ``python -m jax_nvfp4_moe.examples.lora``.
+Run it: ``python -m jax_nvfp4_moe.examples.lora [FOLDER]``. FOLDER gets the adapters.
 """
 
 import pathlib
+import sys
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
-from jax_nvfp4_moe.nn.attention.grouped_query import Attention
 
 CHECKPOINT = pathlib.Path(__file__).parent / "tiny-python-moe"
 TEXT = '''
@@ -22,54 +20,6 @@ def haiku(season):
         return ["the old maple lets", "one red leaf fall on the pond", "the frog does not mind"]
     return ["snow on the mailbox", "nobody has written me", "the cat keeps the stove"]
 '''
-
-
-def add_lora(model, rank, rngs):
-    """Add a low-rank product to the projections of each attention.
-
-    Args:
-      model: model from `load_model`, changed in place.
-      rank: rank of the low-rank products.
-      rngs: `nnx.Rngs` for their initial values.
-
-    Raises:
-      ValueError: a layer has a mixer that is not grouped-query attention, or the heads are sharded
-        along the mesh axis "tensor". The model is then unchanged.
-    """
-    check_attention(model)
-    for layer in model.layers:
-        attention, sizes = layer.attention, layer.attention.config
-        widths = {"qkv": sizes.hidden, "out": sizes.num_heads * sizes.head_dim}
-        for name, width in widths.items():
-            base = getattr(attention, name)
-            rows = jax.eval_shape(base, jnp.zeros((1, width), model.dtype)).shape[-1]
-            beside = nnx.LoRA(width, rank, rows, base_module=base, dtype=model.dtype, rngs=rngs)
-            setattr(attention, name, beside)
-
-
-def check_attention(model):
-    """Check that `add_lora` can take the mixer of each layer of a model.
-
-    Raises:
-      ValueError: it cannot; the message names each mixer.
-    """
-    mixers = {
-        f"layers.{index}": getattr(layer, "attention", getattr(layer, "mixer", None))
-        for index, layer in enumerate(model.layers)
-    }
-    others = [f"{path} {type(one).__name__}" for path, one in mixers.items() if not _is_taken(one)]
-    if others:
-        raise ValueError(
-            "model: add_lora takes layers with grouped-query attention whose heads are not sharded "
-            f'along the mesh axis "tensor"; got {", ".join(others)}. Load the model without the '
-            "axis, or wrap the linears of these layers in nnx.LoRA yourself"
-        )
-
-
-def _is_taken(mixer):
-    """Return whether `add_lora` can take a mixer."""
-    sharded = getattr(mixer, "expert_mesh", None)
-    return isinstance(mixer, Attention) and (sharded is None or sharded.tensor == 1)
 
 
 def loss(model, ids):
@@ -99,15 +49,22 @@ def train(model, ids, steps, learning_rate=3e-3):
     return [float(step(model, optimizer, ids)) for _ in range(steps)]
 
 
-def main(steps=20):
-    """Teach the example model a text that it has never seen, and return the losses."""
+def main(steps=20, folder=None):
+    """Teach the example model a text that it has never seen, and return the losses.
+
+    Args:
+      steps: number of steps. Defaults to 20.
+      folder: where to write the adapters, in the files of PEFT. None (default) writes none.
+    """
     model = nvfp4.load_model(CHECKPOINT)
-    add_lora(model, rank=8, rngs=nnx.Rngs(0))
-    ids = jnp.asarray([load_tokenizer(CHECKPOINT).encode(TEXT)], jnp.int32)
+    nvfp4.add_lora(model, rank=8, rngs=nnx.Rngs(0))
+    ids = jnp.asarray([nvfp4.load_tokenizer(CHECKPOINT).encode(TEXT)], jnp.int32)
     losses = train(model, ids, steps)
     print(f"{ids.size} tokens, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    if folder is not None:
+        nvfp4.save_lora(model, folder)
     return losses
 
 
 if __name__ == "__main__":
-    main()
+    main(folder=sys.argv[1] if sys.argv[1:] else None)

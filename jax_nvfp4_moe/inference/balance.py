@@ -122,6 +122,11 @@ def _table(block) -> SlotTable | None:
 def _sources(block, placement):
     """Check a placement, and return for each slot the index of the stored expert that it copies."""
     params, expert_mesh = block.experts.params.get_value(), block.experts.expert_mesh
+    if block.experts.adapter is not None:
+        raise ValueError(
+            "model: expected experts without adapters, because these stay in the order of the "
+            "checkpoint; got experts that add_lora has adapted. Place the experts of another model"
+        )
     if expert_mesh is not None:
         check_parts(EXPERT, expert_mesh.expert, "num_physical", placement.num_physical)
         if placement.num_devices != expert_mesh.expert:

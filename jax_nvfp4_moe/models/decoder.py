@@ -17,11 +17,13 @@ from jax_nvfp4_moe.models.drafter import Drafter
 from jax_nvfp4_moe.models.scores import TokenScores, score_targets
 from jax_nvfp4_moe.nn.building.builder import Bias, Builder
 from jax_nvfp4_moe.nn.building.keys import KeyTable
+from jax_nvfp4_moe.nn.building.projection_names import ProjectionNames
 from jax_nvfp4_moe.nn.building.sharding import say_replicated
 from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
+from jax_nvfp4_moe.nn.linear.lora import add_adapter
 from jax_nvfp4_moe.nn.norm import Norm, Residual
 from jax_nvfp4_moe.nn.packing import find_places, is_unpacked, pack, pack_like, unpack
 from jax_nvfp4_moe.nn.variables import read_bias
@@ -52,6 +54,10 @@ class Architecture:
       moe: the path of a layer's expert block, with ``*`` in place of the layer's index.
       drafting: how files store drafting layers, a `drafting_layers.DraftForm`. None if those of
         the architecture are not read.
+      renamed: text in the name of a linear layer in files -> the text that transformers 5 has in
+        its place, in the order in which they are replaced. Adapters have transformers' names.
+      swaps_experts: whether PEFT takes the inputs of experts for outputs, because transformers
+        stores them first and does not say so. False by default.
     """
 
     read_config: Callable
@@ -60,6 +66,8 @@ class Architecture:
     keys: KeyTable
     moe: str = "layers.*.mlp"
     drafting: Any = None
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    swaps_experts: bool = False
 
 
 @register_indexed
@@ -151,12 +159,15 @@ class Decoder(nnx.Module):
       rows_mesh: the mesh whose axis `data` shards the rows of a batch. None, the default, means
         that they are not sharded. Static.
       drafter: the drafting layers, which `draft` runs. None, the default, if they were not loaded.
+      projection_names: the names of the linear layers in transformers, which `add_lora` and the
+        files of adapters use. None, the default, if the model was not loaded. Static.
     """
 
     # The parts beside the embedding that `open_stream` runs. Calibration watches their linears.
     opening_parts: ClassVar[tuple[str, ...]] = ()
     rows_mesh: ExpertMesh | None = None
     drafter: Drafter | None = None
+    projection_names: ProjectionNames | None = None
 
     def __init__(
         self,
@@ -548,7 +559,8 @@ def _score(head, x, *, target):
     `head` is a linear, or the embedding variable, whose rows are then the linear's weights.
     """
     if isinstance(head, DenseLinear):
-        return dense(x, head.weight.get_value(), bias=read_bias(head), target=target)
+        logits = dense(x, head.weight.get_value(), bias=read_bias(head), target=target)
+        return add_adapter(head, x, logits)
     if isinstance(head, FP8Linear):
         return head.in_float32(x)
     if isinstance(head, nnx.Module):

@@ -516,4 +516,21 @@ _DRAFTING = DraftForm(
     drafter=_complete_drafter,
     joined=1,
 )
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS, drafting=_DRAFTING)
+_RENAMED = {
+    ".attn.indexer.compressor.": ".self_attn.compressor.indexer.",
+    ".attn.indexer.weights_proj": ".self_attn.compressor.indexer.scorer.weights_proj",
+    ".attn.indexer.": ".self_attn.compressor.indexer.",
+    ".attn.": ".self_attn.",
+    ".ffn.": ".mlp.",
+    ".wq_a": ".q_a_proj",
+    ".wq_b": ".q_b_proj",
+    ".wkv": ".kv_proj",
+    ".wgate": ".gate_proj",
+    ".wo_b": ".o_b_proj",
+    ".w1": ".gate_proj",
+    ".w2": ".down_proj",
+    ".w3": ".up_proj",
+}
+ARCHITECTURE = Architecture(
+    read_config, build_model, build_moe, KEYS, drafting=_DRAFTING, renamed=_RENAMED
+)

@@ -99,6 +99,7 @@ ARCHITECTURE = Architecture(
     build_model,
     build_moe,
     KEYS,
+    renamed={".shared_mlp.": ".shared_experts."},
     drafting=one_layer(
         BEHIND | {"norm": "model.layers.{first}.final_layernorm"}, build_attention, build_moe
     ),

@@ -212,4 +212,6 @@ KEYS = {
         f"{_BLOCK}.gate.e_score_correction_bias",
     ),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+ARCHITECTURE = Architecture(
+    read_config, build_model, build_moe, KEYS, renamed={".shared_expert.": ".shared_experts."}
+)

@@ -281,4 +281,11 @@ KEYS = {
     **gated_mlp_keys("layers.*.mlp", _BLOCK),
     **moe_keys(_BLOCK, router="router", shared="shared_expert"),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+ARCHITECTURE = Architecture(
+    read_config,
+    build_model,
+    build_moe,
+    KEYS,
+    renamed={"model.language_model.": "language_model.model."},
+    swaps_experts=True,
+)

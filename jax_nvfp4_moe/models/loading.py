@@ -84,6 +84,7 @@ from jax_nvfp4_moe.models.refused import why_refused_family
 from jax_nvfp4_moe.models.stored_frequencies import warn_of_other_frequencies
 from jax_nvfp4_moe.nn.building.builder import Builder, Part, check_parts_cover
 from jax_nvfp4_moe.nn.building.filling import fill, place
+from jax_nvfp4_moe.nn.building.projection_names import name_projections
 from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.parallel import DISPATCHES
@@ -508,6 +509,8 @@ def _find(checkpoint, row, build, path, settings, options):
         names = (source.name for part in make.parts for source in part.sources.values())
         modules = sorted({".".join(name.split(".")[:4]) for name in names})
     table.check(modules)
+    spelled = make.parts, checkpoint.key_mapping, row.renamed, path
+    model.projection_names = name_projections(*spelled, swapped=row.swaps_experts)
     return UnreadModel(model, path, make.parts, table, settings)
 
 

@@ -89,4 +89,6 @@ KEYS = {
     **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
     **moe_keys(*_BLOCKS, bias="e_score_correction_bias"),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+ARCHITECTURE = Architecture(
+    read_config, build_model, build_moe, KEYS, renamed={".block_sparse_moe.": ".mlp."}
+)

@@ -57,4 +57,6 @@ KEYS = {
     **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
     **moe_keys(*_BLOCKS),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+ARCHITECTURE = Architecture(
+    read_config, build_model, build_moe, KEYS, renamed={".block_sparse_moe.": ".mlp."}
+)

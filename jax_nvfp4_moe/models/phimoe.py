@@ -133,4 +133,6 @@ KEYS = {
         f"{_BLOCKS[1]}.router.weight",
     ),
 }
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+ARCHITECTURE = Architecture(
+    read_config, build_model, build_moe, KEYS, renamed={".block_sparse_moe.": ".mlp."}
+)

@@ -77,15 +77,15 @@ def absorb(q, keys, positions, *, rope, interleaved):
     """Compute `absorb_queries` by XLA."""
     plain, turning = jnp.split(q, [keys.shape[1]], axis=-1)
     turned = rotate_key(turning, positions, rope, interleaved)
-    return jnp.concatenate([_each_head(plain, keys, contracted=1), turned], axis=-1)
+    return jnp.concatenate([multiply_heads(plain, keys, contracted=1), turned], axis=-1)
 
 
 def expand(x, values):
     """Compute `expand_values` by XLA."""
-    return _each_head(x, values, contracted=2)
+    return multiply_heads(x, values, contracted=2)
 
 
-def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Array, "b t n m"]:
+def multiply_heads(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Array, "b t n m"]:
     """Multiply each head by its matrix in ``matrix [n, ., .]``, summing over axis `contracted`."""
     y = lax.dot_general(
         x,

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
+from jax_nvfp4_moe.ops.low_rank import AdaptedExperts, LowRank
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, array_layouts
 
 
-def expert_specs(params: MoEParams | DenseExperts, expert_mesh: ExpertMesh) -> Any:
+def expert_specs(params: MoEParams | DenseExperts | AdaptedExperts, expert_mesh: ExpertMesh) -> Any:
     """Return `params` with each array replaced by its `PartitionSpec`.
 
     Experts are sharded along `expert`. The rows of `gate_up` and the columns of `down` are sharded
@@ -19,9 +20,19 @@ def expert_specs(params: MoEParams | DenseExperts, expert_mesh: ExpertMesh) -> A
     of other shards.
 
     Args:
-      params: `MoEParams` or `DenseExperts`.
+      params: `MoEParams`, `DenseExperts` or `AdaptedExperts`. Of the two matrices of an adapter,
+        the one that has sharded rows or columns is sharded like them.
       expert_mesh: the mesh of the devices.
     """
+    if isinstance(params, AdaptedExperts):
+        whole = expert_mesh.spec(EXPERT)
+        rows, columns = (expert_mesh.spec(EXPERT, *axes) for axes in ((TENSOR,), (None, TENSOR)))
+        gate_up, down = params.gate_up, params.down
+        return AdaptedExperts(
+            expert_specs(params.experts, expert_mesh),
+            gate_up and LowRank(whole, rows, gate_up.scale),
+            down and LowRank(columns, whole, down.scale),
+        )
     rows = ShardLayout("rows", ((1, expert_mesh.tensor),), expert_mesh.tensor)
 
     def spec(layout):

@@ -32,6 +32,7 @@ from jax_nvfp4_moe.checkpoint.reading.read_ahead import read_ahead
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
+from jax_nvfp4_moe.ops.low_rank import AdaptedExperts
 from jax_nvfp4_moe.parallel.expert_mesh import (
     EXPERT,
     TENSOR,
@@ -231,13 +232,15 @@ def run_sharded(
     return expert_mesh.reshard(y, jax.typeof(x).sharding.spec[0])
 
 
-def own_part(params: Experts, expert_mesh: ExpertMesh) -> Experts:
+def own_part(params: Any, expert_mesh: ExpertMesh) -> Any:
     """Return the weights of the current shard, in the form that `run` expects.
 
     Args:
       params: what the shard holds, by `expert_specs`.
       expert_mesh: the mesh of the shards.
     """
+    if isinstance(params, AdaptedExperts):
+        return dataclasses.replace(params, experts=own_part(params.experts, expert_mesh))
     scale = params.gate_up_input_scale
     if scale is not None and expert_mesh.expert > 1:
         local_experts = params.num_experts

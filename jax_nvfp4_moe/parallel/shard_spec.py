@@ -66,11 +66,14 @@ class ShardLayout:
         of different parts). If there are fewer parts than shards, neighboring shards hold the same
         part.
       shards: number of shards.
+      leading: number of axes before those of the matrices, for an array of a matrix for each
+        expert. 0 by default.
     """
 
     axis: Axis
     segments: tuple[tuple[int, int], ...]
     shards: int
+    leading: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +141,7 @@ def array_layouts(value: Any, layout: ShardLayout | None) -> Any:
     if layout is None:
         return jax.tree.map(lambda _: whole, value)
     if not isinstance(value, (MoEParams, DenseExperts)):
-        return _matrix_layouts(value, layout, 0)
+        return _matrix_layouts(value, layout, layout.leading)
     columns = ShardLayout("columns", ((1, layout.shards),), layout.shards)
     made = jax.tree.map(lambda _: whole, value)
     bias = value.gate_up_bias

@@ -75,17 +75,26 @@ class ShardedParam(ShardedVariable, nnx.Param):
     """An `nnx.Param` that a mesh shards; a parameter that no mesh shards is an `nnx.Param`."""
 
 
+class ShardedLoRAParam(ShardedVariable, nnx.LoRAParam):
+    """An `nnx.LoRAParam` that a mesh shards."""
+
+
+# Class of a variable -> the class that it has if a mesh shards it.
+_SHARDED = {nnx.Param: ShardedParam, nnx.LoRAParam: ShardedLoRAParam}
+
+
 def mark(variable: nnx.Variable | None, layout: ShardLayout | None) -> Any:
     """Return a variable that stores how its global array is sharded.
 
     Args:
-      variable: an `nnx.Param`, a `ShardedVariable`, or None, which is returned.
+      variable: an `nnx.Param`, an `nnx.LoRAParam`, a `ShardedVariable`, or None, which is
+        returned.
       layout: how the array is sharded. None returns the variable as it is.
     """
     if variable is None or layout is None:
         return variable
     metadata = variable.get_metadata() | {_METADATA: layout}
-    kind = ShardedParam if type(variable) is nnx.Param else type(variable)
+    kind = _SHARDED.get(type(variable), type(variable))
     return kind.from_metadata(variable.get_raw_value(), metadata)
 
 

@@ -21,6 +21,9 @@ SIGNATURES = {
     "top_p=1.0, stop_ids=None, key=None, draft=None, draft_tokens='auto', prefill_chunk=None",
     "save": "folder, module, *, overwrite=False",
     "restore": "folder, like",
+    "add_lora": "model, rank, *, targets='mixers', alpha=None, dtype=float32, rngs",
+    "save_lora": "model, folder",
+    "load_lora": "model, folder, *, dtype=float32",
     "load_tokenizer": "folder",
     "quantize_experts": "gate, up, down, *, algorithm='max', interleaved=False, gate_up_bias=None, "
     "down_bias=None, gate_up_input_scale=None, down_input_scale=None",
@@ -84,7 +87,8 @@ def spelled(parameter):
     if parameter.default is parameter.empty:
         return parameter.name
     default = parameter.default
-    return f"{parameter.name}={'bfloat16' if default is jnp.bfloat16 else repr(default)}"
+    dtype = default in (jnp.bfloat16, jnp.float32)
+    return f"{parameter.name}={jnp.dtype(default).name if dtype else repr(default)}"
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -27,6 +27,7 @@ ROWS = (
     {"nn"},
     {"figures", "models", "testing"},
     {"inference"},
+    {"training"},
     {"quantization"},
     {"cli"},
     {"__main__", "examples"},

@@ -21,14 +21,12 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.nn.attention.kv_cache import group_channels
 from jax_nvfp4_moe.nn.building.builder import Builder
-from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.packing import unpack
 from jax_nvfp4_moe.numerics.norms import layer_normalize
 from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
 from jax_nvfp4_moe.ops.chosen_keys import choose_keys
-from jax_nvfp4_moe.ops.dense import dense
 
 # Epsilon of the norm of the keys. The models do not pass rms_norm_eps to this norm.
 _EPS = 1e-6
@@ -127,13 +125,9 @@ class Indexer(nnx.Module):
 
     def _weigh(self, x):
         """Return the weights of the heads, in float32 also where the model is in bfloat16."""
-        if isinstance(self.head_weights, FP8Linear):
+        if isinstance(self.head_weights, DenseLinear | FP8Linear):
             return self.head_weights.in_float32(x)
-        if not isinstance(self.head_weights, DenseLinear):
-            return self.head_weights(x).astype(jnp.float32)
-        record(self.head_weights, x)
-        weight, target = self.head_weights.weight.get_value(), self.head_weights.target
-        return dense(x, weight, target=target)
+        return self.head_weights(x).astype(jnp.float32)
 
 
 def layer_norm_keys(

@@ -22,6 +22,7 @@ from jax_nvfp4_moe.nn.building.sharding import build_sharded
 from jax_nvfp4_moe.nn.intermediates import is_recorded, record
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
+from jax_nvfp4_moe.nn.linear.lora import LoRA
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.packing import is_unpacked, pack_like, unpack
 from jax_nvfp4_moe.numerics.query_growth import grow
@@ -30,8 +31,9 @@ from jax_nvfp4_moe.ops.cache import append
 from jax_nvfp4_moe.ops.causal_attention.op import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
 from jax_nvfp4_moe.ops.dense import dense
-from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
+from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values, multiply_heads
 from jax_nvfp4_moe.ops.latents import prepare_latents, rotate_key
+from jax_nvfp4_moe.ops.low_rank import LowRank
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.sharded_variable import find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -105,11 +107,57 @@ class HeadMatrices(nnx.Module):
     Attributes:
       keys: `nnx.Param` ``[n, qk_nope, rank]``.
       values: `nnx.Param` ``[n, d, rank]``.
+      adapter: `LoRA`, or None by default. What `add_lora` has added beside the linear layer of the
+        file. For each head, its outputs are those of `keys` and then those of `values`.
     """
+
+    adapter: LoRA | None = None
 
     def __init__(self, keys: Float[Array, "n qk_nope rank"], values: Float[Array, "n d rank"]):
         """Store the matrices, in any float dtype."""
         self.keys, self.values = nnx.Param(keys), nnx.Param(values)
+
+    def read(self) -> tuple[Array, ...]:
+        """Return `keys` and `values`, and the parts of the adapter's B for them if there is one."""
+        matrices = self.keys.get_value(), self.values.get_value()
+        return matrices if self.adapter is None else (*matrices, *self._split(self._pair().b))
+
+    def reduce(self, latent: Float[Array, "... rank"]) -> Float[Array, "... r"] | None:
+        """Return the product of latents with the adapter's A, or None without an adapter."""
+        if self.adapter is None:
+            return None
+        pair = self._pair()
+        return (pair.scale * dense(latent, pair.a.astype(latent.dtype))).astype(latent.dtype)
+
+    def absorb(self, q: Float[Array, "b t n w"], absorbed: Float[Array, "b t n d"]):
+        """Add the product of queries `q` with the adapter of `keys` to those in latent space."""
+        if self.adapter is None:
+            return absorbed
+        pair, (beside, _) = self._pair(), self._split(self._pair().b)
+        plain = q[..., : beside.shape[1]]
+        inner = multiply_heads(plain, beside.astype(q.dtype), contracted=1)
+        added = pair.scale * dense(inner, pair.a.T.astype(q.dtype))
+        rank = added.shape[-1]
+        return absorbed.at[..., :rank].add(added.astype(absorbed.dtype))
+
+    def expand(self, y: Float[Array, "b t n rank"], expanded: Float[Array, "b t n d"]):
+        """Add the product of sums of latents `y` with the adapter of `values` to the results."""
+        inner = self.reduce(y)
+        if inner is None:
+            return expanded
+        _, beside = self._split(self._pair().b)
+        return expanded + multiply_heads(inner, beside.astype(y.dtype), contracted=2)
+
+    def _pair(self) -> LowRank:
+        """Return the matrices of the adapter."""
+        assert self.adapter is not None
+        (pair,) = self.adapter.pairs().values()
+        return pair.read()
+
+    def _split(self, b):
+        """Return the rows of `b` that belong to `keys`, and those that belong to `values`."""
+        heads, width, _ = self.keys.get_value().shape
+        return jnp.split(b.reshape(heads, -1, b.shape[-1]), [width], axis=1)
 
 
 class LatentAttention(HeadParallel):
@@ -246,7 +294,7 @@ class LatentAttention(HeadParallel):
         turned = rotate_key(turning, positions, self.config.rope, self.config.interleaved)
         q = jnp.concatenate([plain, turned], axis=-1)
         if isinstance(self.kv_up, HeadMatrices):
-            matrices = self.kv_up.keys.get_value(), self.kv_up.values.get_value()
+            matrices = self.kv_up.read()
             groups = self._head_groups(seen)
             if groups > 1 and chosen is None and self.kv.scales is None:
                 return self._attend_in_groups(groups, q, matrices, seen, positions)
@@ -310,22 +358,26 @@ class LatentAttention(HeadParallel):
         """Attend to the latents, which serve as the one key head and value head of all queries."""
         config, keys = self.config, up.keys.get_value()
         options = {"rope": config.rope, "interleaved": config.interleaved, "target": self.target}
-        q = absorb_queries(q, keys, positions, **options)
+        q = up.absorb(q, absorb_queries(q, keys, positions, **options))
         scale, rank = config.scale, config.kv_lora_rank
         if chosen is None:
             options = {"value_width": rank, "scale": scale, "target": self.target}
             y = attention(q, latent, None, positions, **options)
         else:
             y = attend_to_chosen(q, latent, latent, positions, chosen, scale=scale)[..., :rank]
-        return expand_values(y, up.values.get_value(), target=self.target)
+        return up.expand(y, expand_values(y, up.values.get_value(), target=self.target))
 
-    def _expand(self, seen, keys, values):
+    def _expand(self, seen, keys, values, *beside):
         """Expand cache entries ``[b, 1, s, d]`` to keys and values of the heads of two matrices.
 
-        These are ``[n, channels, rank]``.
+        These are ``[n, channels, rank]``, and `beside` has the matrices B of an adapter, if any.
         """
         latent, rotated = jnp.split(seen, [self.config.kv_lora_rank], axis=-1)
-        rows = (dense(latent, matrix.reshape(-1, matrix.shape[-1])) for matrix in (keys, values))
+        rows = [_multiply_rows(latent, matrix) for matrix in (keys, values)]
+        if beside:
+            inner = self.kv_up.reduce(latent)
+            added = (_multiply_rows(inner, b.astype(inner.dtype)) for b in beside)
+            rows = map(jnp.add, rows, added)
         plain, v = (_as_heads(each.astype(seen.dtype), len(keys)) for each in rows)
         return _join_rotated(plain, rotated), v
 
@@ -335,6 +387,11 @@ class LatentAttention(HeadParallel):
         rows = _as_heads(self.kv_up(latent), self.config.num_heads)
         plain, v = jnp.split(rows, [self.config.qk_nope_head_dim], axis=-1)
         return _join_rotated(plain, rotated), v
+
+
+def _multiply_rows(x, matrices):
+    """Return the products ``[..., n m]`` of rows ``[..., k]`` with matrices ``[n, m, k]``."""
+    return dense(x, matrices.reshape(-1, matrices.shape[-1]))
 
 
 def _as_heads(rows, count):

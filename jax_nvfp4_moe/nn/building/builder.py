@@ -60,6 +60,7 @@ class Part:
       specs: name of a source -> how its value is sharded along `tensor`, or None if it is
         replicated.
       shards: number of shards of the part; 1 if it is replicated.
+      interleaved: whether gate and up rows of experts alternate if one tensor holds both.
     """
 
     path: str
@@ -67,6 +68,7 @@ class Part:
     construct: Callable[[Values], Any] | None = None
     specs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shards: int = 1
+    interleaved: bool = False
 
     @property
     def experts(self) -> Source | None:
@@ -484,7 +486,8 @@ class Builder:
         if self._square_inputs_first is not None and hidden in (intermediate, 2 * intermediate):
             options = {"inputs_first": self._square_inputs_first} | options
         source = self._table.experts(self.key(path), num_experts, hidden, intermediate, **options)
-        self.parts.append(Part(self._scope + path, {"": source}))
+        interleaved = bool(options.get("interleaved"))
+        self.parts.append(Part(self._scope + path, {"": source}, interleaved=interleaved))
         params, expert_mesh = source.value, self.settings.expert_mesh
         if expert_mesh is not None:
             check_experts(params, expert_mesh)

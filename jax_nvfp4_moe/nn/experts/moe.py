@@ -87,6 +87,7 @@ class NVFP4MoE(nnx.Module):
       target: static `Target`, the device that the block was made for.
       dtype: static dtype of the result; inputs are cast to it.
       hidden: static width of the tokens, h.
+      projection_names: static `ProjectionNames` of a block that was loaded alone, else None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,6 +106,8 @@ class NVFP4MoE(nnx.Module):
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer", arXiv:1701.06538; for shared experts DeepSeekMoE, arXiv:2401.06066.
     """
+
+    projection_names: Any = None
 
     def __init__(
         self,
@@ -435,7 +438,9 @@ class NVFP4MoE(nnx.Module):
     def _find_plain_gate(self):
         """Return the gate if `add_linear_gated` can compute it from its weight, or None."""
         gate = self.shared_gate
-        if not isinstance(gate, DenseLinear) or gate.bias is not None or gate.dtype != self.dtype:
+        if not isinstance(gate, DenseLinear) or gate.dtype != self.dtype:
+            return None
+        if gate.bias is not None or gate.adapter is not None:
             return None
         return gate if gate.weight.get_value().shape[0] == 1 else None
 

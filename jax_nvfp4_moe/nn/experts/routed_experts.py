@@ -16,11 +16,14 @@ from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from jax_nvfp4_moe.backends.plan import Plan
 from jax_nvfp4_moe.backends.resolution import resolve_again
+from jax_nvfp4_moe.nn.experts.expert_lora import ExpertLoRA
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear.fp8_linear import find_activation_scaling
 from jax_nvfp4_moe.nn.variables import NVFP4Param
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.arguments import check_kind
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, fake_round_fp8
+from jax_nvfp4_moe.numerics.layouts import find_layout as layout_called
 from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import (
     DenseExperts,
@@ -28,7 +31,9 @@ from jax_nvfp4_moe.numerics.tensor import (
     check_moe_params,
     quantize_experts,
 )
+from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
+from jax_nvfp4_moe.ops.low_rank import SortedSlots, run_adapted_experts
 from jax_nvfp4_moe.ops.moe import check_dtype, check_input_scales, check_row_order, moe_mlp
 from jax_nvfp4_moe.ops.preparation import (
     convert,
@@ -37,6 +42,7 @@ from jax_nvfp4_moe.ops.preparation import (
     plan_experts,
     plan_with_input_scales,
 )
+from jax_nvfp4_moe.ops.products import grouped_gemm
 from jax_nvfp4_moe.ops.records import RECORDS
 from jax_nvfp4_moe.parallel import (
     DISPATCHES,
@@ -47,7 +53,7 @@ from jax_nvfp4_moe.parallel import (
 )
 from jax_nvfp4_moe.parallel.dispatch import check_platform
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, check_row_scales
-from jax_nvfp4_moe.parallel.expert_specs import expert_specs
+from jax_nvfp4_moe.parallel.expert_specs import expert_specs, on_shards
 from jax_nvfp4_moe.parallel.experts import convert_shards, expert_layout
 from jax_nvfp4_moe.parallel.partition_specs import note_specs
 from jax_nvfp4_moe.parallel.placement import ExpertSlots, to_physical_ids
@@ -125,6 +131,8 @@ class RoutedExperts(nnx.Module):
     Attributes:
       params: `NVFP4Param`. Holds `MoEParams` in the layout of the plan, or `DenseExperts`. On a
         mesh its arrays are global arrays; see `parallel.experts`.
+      adapter: `ExpertLoRA`, or None by default. What `add_lora` has added beside the weights; see
+        `adapt`.
       slots: `ExpertSlots`, or None. Where each expert is stored after `place_model` has replicated
         or moved it. None means that expert i is stored at index i.
       options: static `ExpertOptions`.
@@ -136,6 +144,7 @@ class RoutedExperts(nnx.Module):
 
     scheme: Scheme | None = None
     checkpoint_scheme: CheckpointScheme = None
+    adapter: ExpertLoRA | None = None
 
     def __init__(
         self,
@@ -186,7 +195,10 @@ class RoutedExperts(nnx.Module):
         self._check_order()
         check_routing(x, expert_ids, expert_weights, self.params.get_value().hidden)
         with jax.named_scope("experts"):
-            run, params = self._op(), self.params.get_value()
+            run: Callable = self._op()
+            params: Any = self.params.get_value()
+            if self.adapter is not None:
+                run, params = self._adapted_op(), self.adapter.beside(params)
             if self.expert_mesh is not None:
                 run = functools.partial(
                     run_dispatched,
@@ -227,6 +239,40 @@ class RoutedExperts(nnx.Module):
     def _op(self) -> Callable:
         """Return the op to run: ``(x [t, h], params, ids [t, k], weights [t, k]) -> [t, h]``."""
         raise NotImplementedError
+
+    def _adapted_op(self) -> Callable:
+        """Return the op to run with an adapter; its weights are `AdaptedExperts`."""
+        return functools.partial(
+            run_adapted_experts,
+            multiply=self._multiply_sorted,
+            call=self.options.activation,
+            weight_on_input=self.options.weight_on_input,
+        )
+
+    def _multiply_sorted(self, rows, weight, input_scale, slots: SortedSlots):
+        """Multiply sorted rows by the matrices of their experts, for `run_adapted_experts`."""
+        raise NotImplementedError
+
+    def adapt(self, adapter: ExpertLoRA | None) -> None:
+        """Put an adapter beside the weights, or take it away with None.
+
+        Raises:
+          ValueError: `place_model` has replicated or moved experts.
+        """
+        self.check_unplaced()
+        self.adapter = adapter
+
+    def check_unplaced(self) -> None:
+        """Check that experts are in the order of the checkpoint, as adapters are.
+
+        Raises:
+          ValueError: `place_model` has replicated or moved experts.
+        """
+        if self.slots is not None:
+            raise ValueError(
+                "experts: expected experts in the order of the checkpoint, but `place_model` has "
+                "replicated or moved them. Add adapters to a model whose experts are not placed"
+            )
 
     def replace_params(self, params: AnyExperts) -> None:
         """Replace the weights by others of the same widths, such as those that `place_model` made.
@@ -375,6 +421,41 @@ class NVFP4Experts(RoutedExperts):
             weight_on_input=self.options.weight_on_input,
         )
 
+    def _multiply_sorted(self, rows, weight, input_scale, slots: SortedSlots):
+        """Run `ops.grouped_gemm` under the scheme of the plan."""
+        plan = self.plan
+        return grouped_gemm(
+            rows,
+            weight,
+            slots.sizes,
+            input_scale=input_scale if plan.scheme is Scheme.W4A4 else None,
+            scheme=plan.scheme,
+            target=plan.target,
+            backend=plan.requested_backends,
+        )
+
+    def adapt(self, adapter: ExpertLoRA | None) -> None:
+        """Put an adapter beside the weights, or take it away with None.
+
+        With an adapter, the two GEMMs run apart, so `params.gate_up` gets the layout of a grouped
+        GEMM. Without one it gets that of the whole layer back.
+
+        Raises:
+          ValueError: `place_model` has replicated or moved experts.
+        """
+        super().adapt(adapter)
+        if layout_called(self.plan.layout).of_halves is None:
+            return  # gate and up have no order of their own
+        params = self.params.get_value()
+        made = _lay_out(
+            params,
+            apart=adapter is not None,
+            layout=self.plan.layout,
+            stacked=params.down.packed.ndim - 3,
+            expert_mesh=self.expert_mesh,
+        )
+        self.params.set_value(made)
+
     def set_input_scales(
         self,
         gate_up: Float[Array, "..."],
@@ -425,6 +506,21 @@ class NVFP4Experts(RoutedExperts):
         super().replace_params(params)
 
 
+# One program for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("apart", "layout", "stacked", "expert_mesh"))
+def _lay_out(params: MoEParams, *, apart, layout, stacked, expert_mesh) -> MoEParams:
+    """Return experts in a layout, with `gate_up` in that of a GEMM of its own if `apart`."""
+
+    def convert(own):
+        if not apart:
+            return own.to_layout(layout)
+        return dataclasses.replace(own, gate_up=own.gate_up.to_layout(layout))
+
+    for _ in range(stacked):  # as `nnx.vmap` stacks modules
+        convert = jax.vmap(convert)
+    return on_shards(convert, expert_mesh)(params)
+
+
 class FP8Experts(RoutedExperts):
     """Routed experts in FP8. They run in plain XLA.
 
@@ -472,6 +568,23 @@ class FP8Experts(RoutedExperts):
             weight_on_input=self.options.weight_on_input,
         )
 
+    def _multiply_sorted(self, rows, weight, input_scale, slots: SortedSlots):
+        """Round rows if they meet an FP8 matrix and are rounded, and multiply by XLA."""
+        if not isinstance(weight, FP8Tensor):
+            return _multiply_by_xla(rows, weight, slots)
+        if self.activations is FP8ActivationScaling.WEIGHTS:
+            return _multiply_by_xla(rows, weight.dequantize(rows.dtype), slots)
+        if self.activations is FP8ActivationScaling.STATIC:
+            scale = jnp.take(input_scale, slots.experts, mode="clip")[:, None]
+        else:
+            of_token = self.activations is FP8ActivationScaling.TOKEN
+            scale = dynamic_scale(rows, -1 if of_token else (0, 1))
+        how = {"multiply_by_reciprocal": self.params.get_value().multiply_by_reciprocal}
+        rounded = lax.stop_gradient(fake_round_fp8(rows, scale, **how))
+        rows = rows.astype(jnp.float32)
+        rows = rounded + (rows - lax.stop_gradient(rows))  # the gradient of the identity
+        return _multiply_by_xla(rows, weight.dequantize(), slots)
+
 
 class UnquantizedExperts(RoutedExperts):
     """Routed experts in a float dtype. They run in plain XLA."""
@@ -483,6 +596,21 @@ class UnquantizedExperts(RoutedExperts):
             activation=self.options.activation,
             weight_on_input=self.options.weight_on_input,
         )
+
+    def _multiply_sorted(self, rows, weight, input_scale, slots: SortedSlots):
+        """Multiply by XLA."""
+        return _multiply_by_xla(rows, weight, slots)
+
+
+def _multiply_by_xla(rows, weight, slots: SortedSlots):
+    """Return the float32 products of sorted rows with matrices ``[e, n, k]`` of a float dtype."""
+    return lax.ragged_dot(
+        rows,
+        jnp.swapaxes(weight.astype(rows.dtype), 1, 2),
+        slots.sizes,
+        precision=precision_for(rows.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 # Arguments of `quantize_experts` that `from_dense` takes among its options. `interleaved` follows

@@ -5,6 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter
 from jax_nvfp4_moe.nn.variables import read_bias
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.scheme import Target
@@ -22,9 +23,11 @@ class DenseLinear(nnx.Module):
       target: static `Target` that products are lowered for; None for any platform.
       bias_axis: static str, None by default. The mesh axis over which the columns of `weight`
         are sharded and the results summed. Then only the first shard adds the bias.
+      adapter: `LoRA`, or None by default. What `add_lora` has added beside the weight.
     """
 
     bias_axis: str | None = None
+    adapter: LoRA | None = None
 
     def __init__(
         self,
@@ -56,11 +59,20 @@ class DenseLinear(nnx.Module):
         Returns:
           ``[..., n]`` in the module's dtype.
         """
+        return self._multiply(x, self.dtype)
+
+    def in_float32(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
+        """Do what a call does, and return the float32 sums, such as logits, without rounding."""
+        return self._multiply(x, jnp.float32)
+
+    def _multiply(self, x, dtype):
+        """Return the result of a call in `dtype`."""
         record(self, x)
-        return dense(
+        y = dense(
             x.astype(self.dtype),
             self.weight.get_value(),
             bias=read_bias(self),
             target=self.target,
-            dtype=self.dtype,
+            dtype=dtype,
         )
+        return add_adapter(self, x, y)

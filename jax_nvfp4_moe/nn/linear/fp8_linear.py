@@ -5,6 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter
 from jax_nvfp4_moe.nn.variables import NVFP4Param, read_bias, read_value
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.dense import dense_fp8
@@ -51,9 +52,11 @@ class FP8Linear(nnx.Module):
       multiply_by_reciprocal: static bool; see `numerics.fp8.round_fp8`.
       bias_axis: static str, None by default. The mesh axis over which the columns of `weight`
         are sharded and the results summed. Then only the first shard adds the bias.
+      adapter: `LoRA`, or None by default. What `add_lora` has added beside the weight.
     """
 
     bias_axis: str | None = None
+    adapter: LoRA | None = None
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class FP8Linear(nnx.Module):
     def _multiply(self, x, dtype):
         """Return the result of a call in `dtype`."""
         record(self, x)
-        return dense_fp8(
+        y = dense_fp8(
             x.astype(self.dtype),
             self.weight.get_value(),
             activations=self.activations,
@@ -129,3 +132,4 @@ class FP8Linear(nnx.Module):
             target=self.target,
             dtype=dtype,
         )
+        return add_adapter(self, x, y)

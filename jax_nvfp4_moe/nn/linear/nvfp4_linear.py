@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter
 from jax_nvfp4_moe.nn.random_weights import check_rngs, random_tensor
 from jax_nvfp4_moe.nn.variables import NVFP4Param, read_bias, read_value, wrap_scale, wrap_value
 from jax_nvfp4_moe.numerics.arguments import as_array, check_kind, check_shape, check_size
@@ -49,6 +50,7 @@ class NVFP4Linear(nnx.Module):
       dtype: static dtype of the result; inputs are cast to it.
       bias_axis: static str, None by default. The mesh axis over which the columns of `weight`
         are sharded and the results summed. Then only the first shard adds the bias.
+      adapter: `LoRA`, or None by default. What `add_lora` has added beside the weight.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,6 +65,7 @@ class NVFP4Linear(nnx.Module):
     """
 
     bias_axis: str | None = None
+    adapter: LoRA | None = None
 
     def __init__(
         self,
@@ -200,13 +203,14 @@ class NVFP4Linear(nnx.Module):
         """
         check_kind("x", x, Float[Array, "... k"])
         record(self, x)
-        return linear(
+        y = linear(
             x.astype(self.dtype),
             self.weight.get_value(),
             input_scale=read_value(self.input_scale),
             bias=read_bias(self),
             plan=self.plan,
         )
+        return add_adapter(self, x, y)
 
     def set_input_scale(
         self, scale: Float[Array, "..."], *, scheme: Scheme | str | None = None

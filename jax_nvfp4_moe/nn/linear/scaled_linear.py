@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
+from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.variables import NVFP4Param
 
@@ -20,10 +21,14 @@ class ScaledLinear(nnx.Module):
     Attributes:
       scale: `NVFP4Param` ``[k]`` in the dtype of the layer, so that optimizers skip it.
       linear: the linear layer that multiplies the scaled input.
+      adapter: `LoRA`, or None by default. What `add_lora` has added beside the layer. It reads the
+        input before the scales.
 
     Source: Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan, Han, "AWQ: Activation-aware Weight
     Quantization for LLM Compression and Acceleration", arXiv:2306.00978, 2023.
     """
+
+    adapter: LoRA | None = None
 
     def __init__(self, linear: NVFP4Linear | FP8Linear | DenseLinear, scale: Float[Array, " k"]):
         """Put scales before a layer.
@@ -38,4 +43,9 @@ class ScaledLinear(nnx.Module):
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Multiply the channels of `x` by their scales, and run the layer."""
         scale = jnp.expand_dims(self.scale.get_value(), range(x.ndim - 1))
-        return self.linear(x.astype(self.linear.dtype) * scale)
+        return add_adapter(self, x, self.linear(x.astype(self.dtype) * scale))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the result."""
+        return self.linear.dtype

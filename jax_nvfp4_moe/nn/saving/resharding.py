@@ -123,7 +123,7 @@ def _read_shards(saved) -> ShardLayout | None:
     """
     if saved is None:
         return None
-    axis, segments, shards = saved
+    axis, segments, shards, *leading = saved  # folders of earlier versions name no leading axes
     numbers = [shards, *(number for segment in segments for number in segment)]
     pairs = tuple((width, parts) for width, parts in segments)
     positive = all(isinstance(number, int) and number > 0 for number in numbers)
@@ -132,7 +132,7 @@ def _read_shards(saved) -> ShardLayout | None:
             "expected [axis, [[width, parts], ...], shards] with axis 'rows' or 'columns' and "
             f"positive numbers, got {saved}"
         )
-    return ShardLayout(axis, pairs, shards)
+    return ShardLayout(axis, pairs, shards, *leading)
 
 
 def _reorder(value, here: ShardLayout | None, there: ShardLayout | None, names: tuple[str, ...]):

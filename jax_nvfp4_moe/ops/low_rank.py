@@ -1,0 +1,202 @@
+"""Low-rank products beside frozen weights: ``y + scale * (x @ A.T) @ B.T``, also one per expert.
+
+`nn.linear.lora` and `nn.experts.expert_lora` hold the matrices. All functions are plain XLA, so
+that gradients flow to rows and matrices.
+
+Source: Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large
+Language Models", arXiv:2106.09685, 2021.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
+from jax_nvfp4_moe.ops.dense import precision_for
+
+_BLOCK = 64  # the most rows of one expert that are multiplied at once
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """Two matrices whose product changes a frozen weight by ``scale * b @ a``.
+
+    Attributes:
+      a: array ``[r, k]``, or ``[e, r, k]`` for e experts.
+      b: array ``[n, r]``, or ``[e, n, r]``.
+      scale: factor of the product. Static.
+    """
+
+    a: Any
+    b: Any
+    scale: float = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedExperts:
+    """The experts of one layer, and the low-rank products beside their matrices.
+
+    Attributes:
+      experts: the frozen weights, `MoEParams` or `DenseExperts`.
+      gate_up: `LowRank` beside ``experts.gate_up``, or None.
+      down: `LowRank` beside ``experts.down``, or None.
+    """
+
+    experts: Any
+    gate_up: LowRank | None
+    down: LowRank | None
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return self.experts.num_experts
+
+    @property
+    def gate_up_input_scale(self) -> Any:
+        """The input scales of the first GEMM, by which dispatch rounds rows; may be None."""
+        return self.experts.gate_up_input_scale
+
+
+def low_rank(x: Float[Array, "... k"], pair: LowRank) -> Float[Array, "... n"]:
+    """Return ``scale * (x @ a.T) @ b.T`` in float32. Operands of products have the dtype of `x`."""
+    return pair.scale * _multiply(_multiply(x, pair.a).astype(x.dtype), pair.b)
+
+
+def _multiply(x, matrix):
+    """Return ``x @ matrix.T`` in float32, with operands in the dtype of `x`."""
+    return lax.dot_general(
+        x,
+        matrix.astype(x.dtype),
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=precision_for(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+class SortedSlots(NamedTuple):
+    """The slots of a call, sorted by their expert. Slot ``t * k + j`` is token t's j-th expert.
+
+    Attributes:
+      order: int32 ``[m]``, the slots in the order of their experts. Slots without one come last.
+      experts: int32 ``[m]``, the expert of each sorted slot; the number of experts for none.
+      sizes: int32 ``[e]``, the number of slots of each expert.
+    """
+
+    order: jax.Array
+    experts: jax.Array
+    sizes: jax.Array
+
+
+def sort_by_expert(expert_ids: Int[Array, "t k"], num_experts: int) -> SortedSlots:
+    """Sort slots by their expert. Ids that are out of range stand for no expert."""
+    flat = expert_ids.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts).astype(jnp.int32)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
+    return SortedSlots(order, flat[order], sizes)
+
+
+def grouped_low_rank(
+    rows: Float[Array, "m k"], pair: LowRank, slots: SortedSlots
+) -> Float[Array, "m n"]:
+    """Return ``scale * (row @ a[e].T) @ b[e].T`` for sorted rows, in float32.
+
+    The rows of each expert are divided into blocks, and the last one is padded. All blocks are
+    multiplied by the matrices of their experts in one batched product. The work is therefore
+    proportional to the number of rows and not to the number of experts.
+
+    Args:
+      rows: rows in the order of `slots`.
+      pair: the matrices of all experts.
+      slots: the experts of the rows. Rows without an expert give zeros.
+    """
+    m, e = rows.shape[0], slots.sizes.shape[0]
+    size = max(1, min(m // max(e, 1), _BLOCK))
+    count = (m + (size - 1) * min(e, m)) // size  # an expert may fill its last block with one row
+    if not m or not e:
+        return jnp.zeros((m, pair.b.shape[1]), jnp.float32)
+    ends = jnp.cumsum(slots.sizes)
+    last_blocks = jnp.cumsum(-(-slots.sizes // size))
+    starts, first_blocks = ends - slots.sizes, last_blocks - -(-slots.sizes // size)
+    block = jnp.arange(count, dtype=jnp.int32)
+    owner = jnp.minimum(jnp.searchsorted(last_blocks, block, side="right"), e - 1)
+    first = starts[owner] + (block - first_blocks[owner]) * size
+    taken = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    own = (taken < ends[owner][:, None])[..., None]
+    blocks = jnp.where(own, rows[jnp.clip(taken, 0, m - 1)], jnp.zeros((), rows.dtype))
+    inner = _multiply_each(blocks, pair.a[owner]).astype(rows.dtype)
+    y = pair.scale * _multiply_each(inner, pair.b[owner])
+    expert = jnp.minimum(slots.experts, e - 1)
+    within = jnp.arange(m, dtype=jnp.int32) - starts[expert]
+    place = (first_blocks[expert] + within // size) * size + within % size
+    known = (slots.experts < e)[:, None]
+    return jnp.where(known, y.reshape(count * size, -1)[jnp.clip(place, 0, count * size - 1)], 0)
+
+
+def _multiply_each(blocks, matrices):
+    """Return float32 ``[g, s, n]``, the product of blocks ``[g, s, k]`` and a matrix of each."""
+    return lax.dot_general(
+        blocks,
+        matrices.astype(blocks.dtype),
+        (((2,), (2,)), ((0,), (0,))),
+        precision=precision_for(blocks.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def run_adapted_experts(
+    x: Float[Array, "t h"],
+    adapted: AdaptedExperts,
+    expert_ids: Int[Array, "t k"],
+    expert_weights: Float[Array, "t k"],
+    *,
+    multiply: Callable[[Array, Any, Any, SortedSlots], Array],
+    call: ActivationCall,
+    weight_on_input: bool = False,
+) -> Float[Array, "t h"]:
+    """Run each token through its experts, with a low-rank product beside each GEMM.
+
+    With ``W1' = W1 + scale * b1 @ a1`` and ``W2' = W2 + scale * b2 @ a2``, this computes what
+    `ops.moe_mlp` does for ``W1'`` and ``W2'``. No weight is changed: the products are added to the
+    results of the two frozen GEMMs. The first addition comes before the activation, so the GEMMs
+    run apart, and their results are rounded to the dtype of `x`.
+
+    Args:
+      x: tokens ``[t, h]``.
+      adapted: the frozen weights, and the low-rank products.
+      expert_ids: integers ``[t, k]``. Ids that are out of range contribute nothing.
+      expert_weights: ``[t, k]``.
+      multiply: ``(sorted rows, weight, input scales, slots) -> [m, n]``, the frozen GEMM.
+      call: the activation.
+      weight_on_input: whether the weight of an expert multiplies its input; False by default.
+
+    Returns:
+      ``[t, h]`` in the dtype of `x`.
+    """
+    (t, _), top_k, experts = x.shape, expert_ids.shape[1], adapted.experts
+    slots = sort_by_expert(expert_ids, adapted.num_experts)
+    weights = expert_weights.reshape(-1)[slots.order].astype(jnp.float32)[:, None]
+    rows = x[slots.order // max(top_k, 1)]
+    if weight_on_input:
+        rows = (rows.astype(jnp.float32) * weights).astype(x.dtype)
+        weights = jnp.ones_like(weights)
+
+    def product(rows, name, pair):
+        scale, bias = (getattr(experts, f"{name}_{part}") for part in ("input_scale", "bias"))
+        y = multiply(rows, getattr(experts, name), scale, slots).astype(jnp.float32)
+        if bias is not None:
+            y += jnp.take(bias, slots.experts, axis=0, mode="clip").astype(jnp.float32)
+        return y if pair is None else y + grouped_low_rank(rows, pair, slots)
+
+    inner = activate(call, product(rows, "gate_up", adapted.gate_up)).astype(x.dtype)
+    y = product(inner, "down", adapted.down) * weights
+    y = jnp.where((slots.experts < adapted.num_experts)[:, None], y, 0)
+    back = jnp.argsort(slots.order)
+    return y[back].reshape(t, top_k, -1).sum(axis=1).astype(x.dtype)

@@ -1,0 +1,1 @@
+"""Training: low-rank adapters beside frozen weights, and their files."""

@@ -1,0 +1,99 @@
+"""Test low-rank products beside the weights of experts, against matrices that are changed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.numerics.tensor import DenseExperts
+from jax_nvfp4_moe.ops.low_rank import (
+    AdaptedExperts,
+    LowRank,
+    grouped_low_rank,
+    low_rank,
+    run_adapted_experts,
+    sort_by_expert,
+)
+
+H, N, E, R = 8, 6, 5, 2  # hidden and inner width, experts, rank
+
+
+def draw(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def pair(seed, n, k):
+    return LowRank(draw(seed, E, R, k), draw(seed + 1, E, n, R), 0.5)
+
+
+def test_a_product_beside_one_matrix():
+    x, a, b = draw(0, 3, 7, H), draw(1, R, H), draw(2, N, R)
+    y = low_rank(x, LowRank(a, b, 0.25))
+    np.testing.assert_allclose(y, 0.25 * x @ a.T @ b.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40, 700])
+def test_rows_meet_the_matrices_of_their_experts(tokens):
+    """Ids out of range belong to no expert, and one expert has no row."""
+    ids = np.random.default_rng(tokens).integers(-1, E + 1, (tokens, 2)).astype(np.int32)
+    ids = np.where(ids == 2, 0, ids)
+    slots, both = sort_by_expert(ids, E), pair(3, N, H)
+    rows = draw(1, 2 * tokens, H)
+    y = np.asarray(jax.jit(grouped_low_rank)(rows, both, slots))
+    experts = ids.reshape(-1)[np.asarray(slots.order)]
+    want = [
+        0.5 * both.b[e] @ (both.a[e] @ row) if 0 <= e < E else np.zeros(N)
+        for e, row in zip(experts, rows, strict=True)
+    ]
+    np.testing.assert_allclose(y, np.reshape(want, (-1, N)), rtol=1e-4, atol=1e-4)
+
+
+def changed(weight, both):
+    return weight + both.scale * np.einsum("enr,erk->enk", both.b, both.a)
+
+
+@pytest.mark.parametrize(
+    ("activation", "weight_on_input"), [("silu", True), ("swigluoai", False), ("relu2", False)]
+)
+def test_adapted_experts_are_experts_with_changed_matrices(activation, weight_on_input):
+    """So are their gradients to the tokens, to the weights of experts, and through the sort."""
+    call = find_activation(activation)
+    first = 2 * N if call.row.gated else N
+    experts = DenseExperts(draw(1, E, first, H), draw(2, E, H, N), draw(3, E, first), draw(4, E, H))
+    adapted = AdaptedExperts(experts, pair(5, first, H), pair(7, H, N))
+    ids = np.array([[0, 3], [1, -1], [4, 0], [3, 9]], np.int32)
+
+    def multiply(rows, weight, scale, slots):
+        return jax.lax.ragged_dot(rows, weight.swapaxes(1, 2), slots.sizes, precision="highest")
+
+    def run(x, weights, adapted):
+        how = {"multiply": multiply, "call": call, "weight_on_input": weight_on_input}
+        return jnp.sum(jnp.sin(run_adapted_experts(x, adapted, ids, weights, **how)))
+
+    def truth(x, weights, adapted):
+        experts = adapted.experts
+        one, two = (
+            weight + pair.scale * jnp.einsum("enr,erk->enk", pair.b, pair.a, precision="highest")
+            for weight, pair in (
+                (adapted.experts.gate_up, adapted.gate_up),
+                (adapted.experts.down, adapted.down),
+            )
+        )
+        y = [jnp.zeros(H)] * len(ids)
+        for t, row in enumerate(ids):
+            for j, e in enumerate(row):
+                if 0 <= e < E:
+                    given = x[t] * (weights[t, j] if weight_on_input else 1)
+                    u = jnp.matmul(one[e], given, precision="highest") + experts.gate_up_bias[e]
+
+                    d = jnp.matmul(two[e], activate(call, u), precision="highest")
+                    d = d + experts.down_bias[e]
+                    y[t] = y[t] + d * (1 if weight_on_input else weights[t, j])
+        return jnp.sum(jnp.sin(jnp.stack(y)))
+
+    given = draw(8, len(ids), H), np.abs(draw(9, *ids.shape)), adapted
+    got, want = (jax.value_and_grad(one, (0, 1, 2), allow_int=True)(*given) for one in (run, truth))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        bound = 1e-4 * max(np.abs(other).max(), 1)
+        np.testing.assert_allclose(one, other, rtol=0, atol=bound)
