@@ -241,6 +241,9 @@ def _product_bars(transposed, bias, weight, group_sizes, y_bar):
     return x_bar, sum_groups(y_bar.astype(jnp.float32), group_sizes, len(bias))
 
 
+_PARTS_OF_SUM = 16  # of the rows of a group, at most
+
+
 def sum_groups(rows, group_sizes, num_groups: int):
     """Return the sums ``[num_groups, n]`` of float32 rows ``[m, n]`` that are sorted by group.
 
@@ -250,8 +253,13 @@ def sum_groups(rows, group_sizes, num_groups: int):
         return rows.sum(axis=0, keepdims=True)
     ends = group_bounds(group_sizes, len(rows))[1]
     # A row of no group has the number of groups, and is dropped.
-    own = jnp.searchsorted(ends, jnp.arange(len(rows), dtype=ends.dtype), side="right")
-    return jax.ops.segment_sum(rows, own, num_groups, indices_are_sorted=True)
+    place = jnp.arange(len(rows), dtype=ends.dtype)
+    own = jnp.searchsorted(ends, place, side="right")
+    # A device may add the rows of a segment one after the other. With several segments for a group,
+    # rounding errors of many rows do not add up in one sum.
+    parts = max(1, min(_PARTS_OF_SUM, len(rows) // num_groups))
+    sums = jax.ops.segment_sum(rows, own * parts + place % parts, num_groups * parts)
+    return sums.reshape(num_groups, parts, -1).sum(axis=1)
 
 
 def _zeros(leaf):

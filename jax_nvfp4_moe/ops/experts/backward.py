@@ -38,9 +38,10 @@ from jax_nvfp4_moe.scheme import Scheme
 
 # The slots whose rows exist at once, as in the forward pass. They bound the memory.
 _CHUNK_SLOTS = 65536
-_LAYOUT = "mma_64x64"
-# In this layout, gate and up rows of a gated layer take turns in groups of so many.
+# In a layout of two halves, gate and up rows take turns in groups of so many.
 _TURN = 8
+# Such a layout -> the layout of the plain weight that its bytes are.
+_PLAIN = {layout.of_halves: layout.name for layout in LAYOUTS.values() if layout.of_halves}
 
 
 class GroupedBars(NamedTuple):
@@ -75,22 +76,25 @@ _SIZES = "num_experts", "hidden", "intermediate"
 
 
 def plan_grouped_bars(
-    params: MoEParams, plan: Plan, dtype, call: ActivationCall, weight_on_input: bool
+    params: MoEParams, plan: Plan, x, call: ActivationCall, weight_on_input: bool
 ) -> GroupedBars | None:
-    """Return how `grouped_bars` runs for a layer of `plan`; None if it has no kernels.
+    """Return how `grouped_bars` runs for a layer of `plan`.
+
+    It is None if the layer has no kernels, or if the number of tokens is a symbol of `jax.export`:
+    `grouped_bars` cuts tokens into chunks, and must know how many there are.
 
     Args:
       params: the experts, in the layout of `plan`.
       plan: the plan of `moe_mlp`.
-      dtype: dtype of the tokens.
+      x: tokens ``[t, h]``.
       call, weight_on_input: as in `ops.moe_mlp`.
     """
-    transposed = plan_transposed(plan, dtype)
-    if transposed is None or plan.scheme is None:
+    transposed = plan_transposed(plan, x.dtype)
+    if transposed is None or plan.scheme is None or not isinstance(x.shape[0], int):
         return None
     declared = Scheme.W4A4 if plan.scheme is Scheme.W4A4 else Scheme.W4A16
     how = {"checkpoint_scheme": declared, "scheme": plan.scheme, "target": plan.target}
-    multiply = plan_product(params.gate_up, dtype=dtype, backend=plan.requested_backends, **how)
+    multiply = plan_product(params.gate_up, dtype=x.dtype, backend=plan.requested_backends, **how)
     if multiply.layout != plan.layout:
         return None
     return GroupedBars(call, plan.scheme, weight_on_input, multiply, transposed)
@@ -180,11 +184,11 @@ def _chunk_bars(how, params, given):
 def _as_plain(weight: NVFP4Tensor):
     """Return `gate_up` as the plain weight that its bytes are, and factors of its rows.
 
-    In the layout of two halves, the rows of the plain weight take turns as `_to_tiles` says. The
+    In a layout of two halves, the rows of the plain weight take turns as `_to_tiles` says. The
     factors are those of `_split_scale`.
     """
     scale, ratio = _split_scale(weight.global_scale)
-    plain = {"layout": _LAYOUT, "global_divisor": None}
+    plain = {"layout": _PLAIN.get(weight.layout, weight.layout), "global_divisor": None}
     return dataclasses.replace(weight, global_scale=scale, **plain), ratio
 
 
@@ -229,7 +233,7 @@ def _rows_of(ratio, owner, u):
 
 def _from_tiles(rows, layout):
     """Return columns of the plain weight of `_as_plain` in the order of the rows of `gate_up`."""
-    if layout == _LAYOUT:
+    if layout not in _PLAIN:
         return rows
     m, n = rows.shape
     return rows.reshape(m, n // (2 * _TURN), 2, _TURN).swapaxes(1, 2).reshape(m, n)
@@ -237,10 +241,7 @@ def _from_tiles(rows, layout):
 
 def _to_tiles(rows, layout):
     """Undo `_from_tiles`: gate and up columns take turns in groups of eight."""
-    if layout == _LAYOUT:
+    if layout not in _PLAIN:
         return rows
     m, n = rows.shape
     return rows.reshape(m, 2, n // (2 * _TURN), _TURN).swapaxes(1, 2).reshape(m, n)
-
-
-assert LAYOUTS[_LAYOUT].of_halves is not None  # the layout that the two functions above undo

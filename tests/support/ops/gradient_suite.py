@@ -1,4 +1,4 @@
-"""The gradients that run on a kernel for transposed weights, on a GPU or emulated.
+"""The gradients that run on a kernel for transposed weights, on a device or emulated.
 
 Whoever inherits a suite has the fixture `target`: the `Target` to lower for, where kernels run.
 """
@@ -126,8 +126,13 @@ class ProductGradientSuite:
 
 
 class LayerGradientSuite:
-    """Gradients of `moe_mlp`."""
+    """Gradients of `moe_mlp`.
 
+    Attributes:
+      kernel: name of the record that multiplies by transposed weights.
+    """
+
+    kernel = "transposed_gemm_sm90"
     activation = axis("silu", "swigluoai", "relu2", "gelu_tanh")
     dtype = axis("bfloat16", "float16")
 
@@ -137,7 +142,7 @@ class LayerGradientSuite:
 
     def test_the_kernel_is_chosen(self, target, dtype):
         plan = find_plan("transposed_gemm", target=target, dtype=dtype, num_experts=E)
-        assert plan.backend.name == "transposed_gemm_sm90"
+        assert plan.backend.name == self.kernel
 
     def test_gradients_are_those_of_the_dequantized_model(self, target, activation, dtype):
         options = {"activation": activation, "dtype": jnp.dtype(dtype)}
