@@ -140,7 +140,7 @@ def moe_mlp(
     assert plan.scheme is not None  # only ops without weights have plans without a scheme
     rows = _RunRows(call, plan.scheme, x.dtype)
     layer = ExpertLayer(params.num_experts, _read_expert, rows, weight_on_input)
-    grouped = plan_grouped_bars(params, plan, x, call, weight_on_input)
+    grouped = plan_grouped_bars(params, plan, x.shape[0], x.dtype, call, weight_on_input)
     find_bars = functools.partial(*((grouped_bars, grouped) if grouped else (visit_experts, layer)))
     run = with_expert_gradient(functools.partial(plan.lower, **static), find_bars)
     return run(x, params, narrow_ids(expert_ids), expert_weights.astype(jnp.float32))

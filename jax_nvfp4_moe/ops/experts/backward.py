@@ -76,7 +76,7 @@ _SIZES = "num_experts", "hidden", "intermediate"
 
 
 def plan_grouped_bars(
-    params: MoEParams, plan: Plan, x, call: ActivationCall, weight_on_input: bool
+    params: MoEParams, plan: Plan, tokens, dtype, call: ActivationCall, weight_on_input: bool
 ) -> GroupedBars | None:
     """Return how `grouped_bars` runs for a layer of `plan`.
 
@@ -86,15 +86,16 @@ def plan_grouped_bars(
     Args:
       params: the experts, in the layout of `plan`.
       plan: the plan of `moe_mlp`.
-      x: tokens ``[t, h]``.
+      tokens: number of tokens, an integer or a symbol.
+      dtype: dtype of the tokens.
       call, weight_on_input: as in `ops.moe_mlp`.
     """
-    transposed = plan_transposed(plan, x.dtype)
-    if transposed is None or plan.scheme is None or not isinstance(x.shape[0], int):
+    transposed = plan_transposed(plan, dtype)
+    if transposed is None or plan.scheme is None or not isinstance(tokens, int):
         return None
     declared = Scheme.W4A4 if plan.scheme is Scheme.W4A4 else Scheme.W4A16
     how = {"checkpoint_scheme": declared, "scheme": plan.scheme, "target": plan.target}
-    multiply = plan_product(params.gate_up, dtype=x.dtype, backend=plan.requested_backends, **how)
+    multiply = plan_product(params.gate_up, dtype=dtype, backend=plan.requested_backends, **how)
     if multiply.layout != plan.layout:
         return None
     return GroupedBars(call, plan.scheme, weight_on_input, multiply, transposed)
