@@ -346,13 +346,15 @@ def product(x, y):
     return jnp.matmul(x, y, precision="highest")
 
 
-@jax.jit
-def grouped_gradient(x, weight, sizes, bar):
-    return jax.grad(lambda x: jnp.sum(nvfp4.ops.grouped_gemm(x, weight, sizes) * bar))(x)
+@functools.partial(jax.jit, static_argnames="backend")
+def grouped_gradient(x, weight, sizes, bar, backend):
+    run = functools.partial(nvfp4.ops.grouped_gemm, backend=backend)
+    return jax.grad(lambda x: jnp.sum(run(x, weight, sizes) * bar))(x)
 
 
+@backends
 @pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 0], [12, 0, 0], [5, 7, 300], [-2, 4, 4]])
-def test_grouped_gemm(sizes):
+def test_grouped_gemm(sizes, backend):
     """Compare with float64. Rows without a group get zeros."""
     weight, x, _ = matrices()
     bar, values = normal(5, 12, 32), np.asarray(weight.dequantize())
@@ -362,15 +364,16 @@ def test_grouped_gemm(sizes):
         truth[rows] = bar[rows].astype(np.float64) @ values[group].astype(np.float64)
         yardstick[rows] = np.asarray(product(bar, values[group]))[rows]
         start += size
-    actual = grouped_gradient(x, weight, np.array(sizes, np.int32), bar)
+    actual = grouped_gradient(x, weight, np.array(sizes, np.int32), bar, backend)
     assert_as_accurate_as(actual, yardstick, truth)
     assert not np.asarray(actual)[start:].any()
 
 
+@backends
 @pytest.mark.parametrize(
     ("rows", "scheme"), [((), "w4a16"), ((0,), "w4a16"), ((2, 3), "w4a4"), ((130,), "w4a16")]
 )
-def test_linear(rows, scheme):
+def test_linear(rows, scheme, backend):
     """Leading axes and a bias are allowed. Under w4a4, the gradient passes straight through."""
     weight, _, bias = matrices()
     weight = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[0]), weight)
@@ -378,8 +381,8 @@ def test_linear(rows, scheme):
     scale = np.float32(4 / 2688) if scheme == "w4a4" else None
 
     def total(x, bias):
-        y = nvfp4.ops.linear(x, weight, bias=bias, input_scale=scale, scheme=scheme)
-        return jnp.sum(y * bar)
+        how = {"input_scale": scale, "scheme": scheme, "backend": backend}
+        return jnp.sum(nvfp4.ops.linear(x, weight, bias=bias, **how) * bar)
 
     x_bar, bias_bar = jax.jit(jax.grad(total, (0, 1)))(x, bias)
     values = np.asarray(jax.jit(type(weight).dequantize)(weight))
