@@ -36,8 +36,9 @@ from jax_nvfp4_moe.ops.preparation import plan_product
 from jax_nvfp4_moe.ops.running import find_plan
 from jax_nvfp4_moe.scheme import Scheme
 
-# The slots whose rows exist at once, as in the forward pass. They bound the memory.
-_CHUNK_SLOTS = 65536
+# Platform -> the slots whose rows exist at once. They bound the memory. The kernels of CPUs are as
+# fast as with more rows when each expert has 64.
+_CHUNK_SLOTS = {"cuda": 65536, "cpu": 16384}
 # In a layout of two halves, gate and up rows take turns in groups of so many.
 _TURN = 8
 # Such a layout -> the layout of the plain weight that its bytes are.
@@ -116,7 +117,7 @@ def grouped_bars(how: GroupedBars, operands, y_bar):
         biases = {name: getattr(params, name) for name in BIASES}
         bars = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (x, expert_weights))
         return vary_like((*bars, jax.tree.map(jnp.zeros_like, biases)), operands)
-    chunk = max(1, _CHUNK_SLOTS // top_k)
+    chunk = max(1, _CHUNK_SLOTS[how.transposed.target.platform] // top_k)
     if tokens <= chunk:
         return _chunk_bars(how, params, (x, expert_ids, expert_weights, y_bar))
     chunks = -(-tokens // chunk)
