@@ -49,13 +49,14 @@ CASES = {
         Case("nemotron3-nano", 2688, 1856, 128, 6, gated=False),
         Case("mixtral-8x7b", 4096, 14336, 8, 2),
         Case("deepseek-v3", 7168, 2048, 256, 8),
+        Case("small", 1024, 512, 64, 8),  # for CPUs
         Case("tiny", 64, 48, 8, 2),  # to try the benchmark itself
     )
 }
 # How a layer uses several devices. Experts are sharded whole ("psum", "all_to_all", "ragged") or
 # each expert is cut ("tensor"). Tokens are replicated ("psum", "tensor") or sharded.
 FORMS = ("psum", "tensor", "all_to_all", "ragged")
-REAL_CASES = tuple(name for name in CASES if name != "tiny")
+REAL_CASES = tuple(name for name in CASES if name not in ("small", "tiny"))
 
 # The most microseconds that the whole layer may take on one H200.
 TARGETS = {

@@ -28,8 +28,10 @@ def provenance(commit: str | None) -> dict:
 
 def write_page(stem: pathlib.Path, result: dict, page: str) -> None:
     """Write `result` to ``stem.json`` and its page to ``stem.md``, and print the page."""
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(page, encoding="utf-8")
+    # A stem may have a dot before the name of a device, which `with_suffix` would replace.
+    text = json.dumps(result, indent=1) + "\n"
+    stem.with_name(f"{stem.name}.json").write_text(text, encoding="utf-8")
+    stem.with_name(f"{stem.name}.md").write_text(page, encoding="utf-8")
     print(page)
 
 

@@ -2,11 +2,13 @@
 // attributes, checks them, and runs the op. It computes nothing and decides nothing itself.
 //
 //   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu, nvfp4_dense_cpu
+//   nvfp4_transposed_gemm_cpu, nvfp4_prepare_heads_cpu, nvfp4_prepare_heads_fp8_cpu
 //   nvfp4_attention_amx, nvfp4_attention_avx512 (registered only where they can run)
 //   nvfp4_read_rows_cpu, nvfp4_write_tokens_cpu
 //
-// nvfp4_call_chain_cpu runs several of these calls in order (call_chain.h). Those of the first line
-// take an optional attribute `isa`: "auto" (the default), or a name that isa_levels() returns.
+// nvfp4_call_chain_cpu runs several of these calls in order (call_chain.h). Those of the first two
+// lines take an optional attribute `isa`: "auto" (the default), or a name that isa_levels()
+// returns.
 //
 // XLA gives CPU handlers no allocator, so scratch memory is the last result, uint8 [bytes].
 // cpu/workspace_rounds.h has its size. If it is smaller than the whole call needs, the ops work in
@@ -173,6 +175,42 @@ ffi::Error GroupedGemmW4A16Cpu(XlaThreadPool& threads, Call& operands,
   }
   return Expect({AtLeast("workspace [bytes]", arguments.workspace_bytes,
                          cpu::GroupedGemmW4A16CpuWorkspace(shape, arguments, *kernels, 1))});
+}
+
+constexpr Operand kTransposedGemmCpuOperands[] = {
+    {"x", kActivation, "[m, n]"},
+    {"packed", kU8, "[e, n, k/2]", kInTiles},
+    {"block_scale", kE4M3, "[e, n, k/16]", kInTiles},
+    {"global_scale", kF32, "[e, 1]"},
+    {"group_sizes", kS32, "[e] or [0]"},  // may be left out if e is 1
+    {"y", Like("x"), "[m, k]", kResult},
+    {"workspace", kU8, "[bytes]", kResult},
+};
+
+ffi::Error TransposedGemmCpu(XlaThreadPool& threads, Call& operands,
+                             const ffi::Dictionary& attributes) {
+  const cpu::Kernels* kernels;
+  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
+  const int64_t n = operands.size("n"), k = operands.size("k"), e = operands.size("e");
+  operands.SetTile(kTile);
+  NVFP4_RETURN_IF_ERROR(operands.Check({MultipleOf("k (y)", k, 16)}));
+  if (e != 1) NVFP4_RETURN_IF_ERROR(operands.ExpectGiven("group_sizes"));
+  const cpu::TransposedGemmArguments arguments = {operands.in<void>("x"),
+                                                  operands.in_or_null<uint8_t>("packed"),
+                                                  operands.in_or_null<uint8_t>("block_scale"),
+                                                  operands.in_or_null("global_scale"),
+                                                  operands.in_or_null<int32_t>("group_sizes"),
+                                                  operands.out("y"),
+                                                  operands.out<uint8_t>("workspace"),
+                                                  operands.size("bytes"),
+                                                  operands.type("x"),
+                                                  operands.size("m"),
+                                                  e,
+                                                  n,
+                                                  k};
+  if (cpu::RunTransposedGemmCpu(arguments, *kernels, threads)) return ffi::Error::Success();
+  return Expect({AtLeast("workspace [bytes]", arguments.workspace_bytes,
+                         cpu::TransposedGemmCpuWorkspace(arguments, *kernels, 1))});
 }
 
 ffi::Error QuantizeCpu(XlaThreadPool& threads, Call& operands, const ffi::Dictionary& attributes) {
@@ -372,6 +410,8 @@ const std::vector<NamedHandler>& Handlers() {
     std::vector<NamedHandler> found = {
         NVFP4_CPU_TARGET("nvfp4_moe_w4a16_cpu", kMoEOperands, MoEW4A16Cpu),
         NVFP4_CPU_TARGET("nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmOperands, GroupedGemmW4A16Cpu),
+        NVFP4_CPU_TARGET("nvfp4_transposed_gemm_cpu", kTransposedGemmCpuOperands,
+                         TransposedGemmCpu),
         NVFP4_CPU_TARGET("nvfp4_quantize_cpu", kQuantizeOperands, QuantizeCpu),
         NVFP4_CPU_TARGET("nvfp4_dense_cpu", kDenseOperands, DenseCpu),
         NVFP4_CPU_TARGET("nvfp4_prepare_heads_cpu", kHeadsOperands, HeadsCpu),

@@ -230,6 +230,7 @@ LONG_MODULES = (
     "test_default_dtype.py",
     "test_long_text.py",
     "test_cpu_kernel.py",
+    "test_cpu_transposed.py",
     "test_no_rows.py",
     "test_cli.py",
     "test_readme.py",

@@ -31,6 +31,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -52,6 +53,9 @@
 #include "unpack_avx512.h"
 
 #include "few_rows.h"  // after elementwise.h and unpack_avx512.h, which it needs
+#include "transposed_tiles.h"
+
+#include "transposed_avx512.h"  // after transposed_tiles.h and unpack_avx512.h, which it needs
 
 namespace nvfp4::cpu {
 namespace {
@@ -230,9 +234,10 @@ bool Supported() {
 
 }  // namespace
 
-const Kernels kAmxKernels = {"amx",    Supported,        ChooseRows,   Multiply,   PrepareRow,
-                             Activate, ScaleAndBias,     StoreColumns, Round,      Accumulate,
-                             Quantize, LargestMagnitude, Dense,        PrepareHead};
+const Kernels kAmxKernels = {"amx",          Supported,          ChooseRows, Multiply,
+                             TransposedRows, MultiplyTransposed, PrepareRow, Activate,
+                             ScaleAndBias,   StoreColumns,       Round,      Accumulate,
+                             Quantize,       LargestMagnitude,   Dense,      PrepareHead};
 
 }  // namespace nvfp4::cpu
 

@@ -39,6 +39,7 @@ using DenseVectors = Vectors<Floats8, 16>;
 }  // namespace nvfp4::cpu
 
 #include "few_rows.h"  // after elementwise.h, which it needs
+#include "transposed_tiles.h"
 
 namespace nvfp4::cpu {
 namespace {
@@ -205,6 +206,99 @@ void Multiply(const WeightPair& weights, const Rows& rows, float* out) {
 
 RowFormat Float32Rows(DataType, ActivationScale, int64_t) { return {false, 1}; }
 
+// Adds lanes, which are (row n, parity of the column) where `sums` are of pairs of columns, and
+// rows n where they are of columns.
+inline __m128 AddHalves(__m256 sums) {
+  return _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+}
+
+// A panel of float32, for products with transposed weights.
+struct Float32Columns {
+  using Vector = __m256;
+  static constexpr int64_t kValueBytes = sizeof(float);
+  static constexpr int kRows = 2;
+
+  static int64_t CountVectors(int64_t groups) { return 2 * groups; }
+  static __m256 MultiplyAdd(__m256 w, __m256 x, __m256 sum) { return _mm256_fmadd_ps(w, x, sum); }
+  static void AddSums(const __m256 sums[kTileColumns], float* out) {
+    const __m256 pairs =
+        _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), AddHalves(pairs)));
+  }
+
+  static void Unpack(const WeightColumns& weights, int64_t block, int64_t first, int64_t groups,
+                     uint8_t* panel) {
+    const CodeTables tables;
+    const int64_t vectors = CountVectors(groups);
+    for (int64_t v = 0; v < vectors; ++v) {
+      const int64_t group = first + v / 2, half = v % 2;
+      if (half == 0) PrefetchColumns(weights, block, group);
+      const __m256 scale = ScaleVector(weights.Scales(group, block) + half * 8);
+      for (int z = 0; z < 2; ++z) {
+        __m256 w[4][2];
+        UnpackQuarter(weights.Codes(group, block) + z * 64 + half * 32, tables, w);
+        for (int j = 0; j < 4; ++j) {
+          uint8_t* const even = PanelVector<Float32Columns>(panel, vectors, v, z * 8 + 2 * j);
+          uint8_t* const odd = PanelVector<Float32Columns>(panel, vectors, v, z * 8 + 2 * j + 1);
+          _mm256_store_ps(reinterpret_cast<float*>(even),
+                          _mm256_mul_ps(_mm256_shuffle_ps(w[j][0], w[j][1], 0x88), scale));
+          _mm256_store_ps(reinterpret_cast<float*>(odd),
+                          _mm256_mul_ps(_mm256_shuffle_ps(w[j][0], w[j][1], 0xDD), scale));
+        }
+      }
+    }
+  }
+};
+
+// Multiplies one row in registers. A vector of sums has two columns, of four rows n each.
+void MultiplyOneTransposed(const WeightColumns& weights, int64_t block, const float* x,
+                           float* out) {
+  const CodeTables tables;
+  __m256 sums[2][4];
+  for (auto& of_vector : sums)
+    for (auto& sum : of_vector) sum = _mm256_setzero_ps();
+  for (int64_t g = 0; g < weights.groups; ++g) {
+    PrefetchColumns(weights, block, g);
+    for (int half = 0; half < 2; ++half) {
+      const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + g * kGroup + half * 8),
+                                          ScaleVector(weights.Scales(g, block) + half * 8));
+      const __m256 low = _mm256_unpacklo_ps(scaled, scaled);
+      const __m256 high = _mm256_unpackhi_ps(scaled, scaled);
+#pragma GCC unroll 2
+      for (int z = 0; z < 2; ++z) {
+        __m256 w[4][2];
+        UnpackQuarter(weights.Codes(g, block) + z * 64 + half * 32, tables, w);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          sums[z][j] = _mm256_fmadd_ps(w[j][0], low, sums[z][j]);
+          sums[z][j] = _mm256_fmadd_ps(w[j][1], high, sums[z][j]);
+        }
+      }
+    }
+  }
+  for (int z = 0; z < 2; ++z) {
+    for (int j = 0; j < 4; ++j) {
+      const __m128 rows = AddHalves(sums[z][j]);
+      const __m128 pair = _mm_add_ps(rows, _mm_movehl_ps(rows, rows));
+      _mm_storel_pi(reinterpret_cast<__m64*>(out + z * 8 + 2 * j), pair);
+    }
+  }
+}
+
+constexpr int64_t kFewTransposed = 2;  // rows up to which a panel costs more than it saves
+
+void MultiplyTransposed(const WeightColumns& weights, int64_t block, const Rows& rows, float* out) {
+  if (rows.count > kFewTransposed)
+    return MultiplyColumns<Float32Columns>(weights, block, rows, out);
+  for (int64_t r = 0; r < rows.count; ++r) {
+    MultiplyOneTransposed(weights, block,
+                          reinterpret_cast<const float*>(rows.data + r * rows.stride),
+                          out + r * kBlock);
+  }
+}
+
+RowFormat TransposedRows(DataType) { return {false, 1}; }
+
 }  // namespace
 }  // namespace nvfp4::cpu
 
@@ -220,9 +314,10 @@ bool Supported() {
 
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2",   Supported,        Float32Rows,  Multiply,   PrepareRow,
-                              Activate, ScaleAndBias,     StoreColumns, Round,      Accumulate,
-                              Quantize, LargestMagnitude, Dense,        PrepareHead};
+const Kernels kAvx2Kernels = {"avx2",         Supported,          Float32Rows, Multiply,
+                              TransposedRows, MultiplyTransposed, PrepareRow,  Activate,
+                              ScaleAndBias,   StoreColumns,       Round,       Accumulate,
+                              Quantize,       LargestMagnitude,   Dense,       PrepareHead};
 
 }  // namespace nvfp4::cpu
 

@@ -26,6 +26,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "../nvfp4.h"
 #include "kernels.h"
@@ -41,6 +42,9 @@
 #include "unpack_avx512.h"
 
 #include "few_rows.h"  // after both, which it needs
+#include "transposed_tiles.h"
+
+#include "transposed_avx512.h"  // after transposed_tiles.h and unpack_avx512.h, which it needs
 
 namespace nvfp4::cpu {
 namespace {
@@ -167,9 +171,10 @@ bool Supported() {
 
 }  // namespace
 
-const Kernels kAvx512Kernels = {"avx512", Supported,        ChooseRows,   Multiply,   PrepareRow,
-                                Activate, ScaleAndBias,     StoreColumns, Round,      Accumulate,
-                                Quantize, LargestMagnitude, Dense,        PrepareHead};
+const Kernels kAvx512Kernels = {"avx512",       Supported,          ChooseRows, Multiply,
+                                TransposedRows, MultiplyTransposed, PrepareRow, Activate,
+                                ScaleAndBias,   StoreColumns,       Round,      Accumulate,
+                                Quantize,       LargestMagnitude,   Dense,      PrepareHead};
 
 }  // namespace nvfp4::cpu
 

@@ -25,6 +25,7 @@ using DenseVectors = Vectors<Floats4, 16>;
 }  // namespace nvfp4::cpu
 
 #include "few_rows.h"  // after elementwise.h, which it needs
+#include "transposed_tiles.h"
 
 namespace nvfp4::cpu {
 namespace {
@@ -67,12 +68,48 @@ void Multiply(const WeightPair& weights, const Rows& rows, float* out) {
 
 RowFormat Float32Rows(DataType, ActivationScale, int64_t) { return {false, 1}; }
 
+// A panel of float32, for products with transposed weights.
+struct Float32Columns {
+  using Vector = Floats4;
+  static constexpr int64_t kValueBytes = sizeof(float);
+  static constexpr int kRows = 2;
+
+  static int64_t CountVectors(int64_t groups) { return 4 * groups; }
+  static Floats4 MultiplyAdd(Floats4 w, Floats4 x, Floats4 sum) { return sum + w * x; }
+  static void AddSums(const Floats4 sums[kTileColumns], float* out) {
+    for (int c = 0; c < kTileColumns; ++c)
+      out[c] += (sums[c][0] + sums[c][1]) + (sums[c][2] + sums[c][3]);
+  }
+
+  static void Unpack(const WeightColumns& weights, int64_t block, int64_t first, int64_t groups,
+                     uint8_t* panel) {
+    const int64_t vectors = CountVectors(groups);
+    for (int64_t g = 0; g < groups; ++g) {
+      float values[kBlock * kPair];
+      UnpackBlock(weights.Codes(first + g, block), weights.Scales(first + g, block), values);
+      for (int64_t c = 0; c < kBlock; ++c) {
+        for (int64_t v = 0; v < 4; ++v) {
+          std::memcpy(PanelVector<Float32Columns>(panel, vectors, 4 * g + v, c),
+                      values + c * kPair + 4 * v, sizeof(Floats4));
+        }
+      }
+    }
+  }
+};
+
+void MultiplyTransposed(const WeightColumns& weights, int64_t block, const Rows& rows, float* out) {
+  MultiplyColumns<Float32Columns>(weights, block, rows, out);
+}
+
+RowFormat TransposedRows(DataType) { return {false, 1}; }
+
 bool Supported() { return true; }
 
 }  // namespace
 
-const Kernels kScalarKernels = {"scalar", Supported,        Float32Rows,  Multiply,   PrepareRow,
-                                Activate, ScaleAndBias,     StoreColumns, Round,      Accumulate,
-                                Quantize, LargestMagnitude, Dense,        PrepareHead};
+const Kernels kScalarKernels = {"scalar",       Supported,          Float32Rows, Multiply,
+                                TransposedRows, MultiplyTransposed, PrepareRow,  Activate,
+                                ScaleAndBias,   StoreColumns,       Round,       Accumulate,
+                                Quantize,       LargestMagnitude,   Dense,       PrepareHead};
 
 }  // namespace nvfp4::cpu

@@ -27,6 +27,8 @@ constexpr int64_t kRowPadding = 32;    // k_pad is a multiple of this
 constexpr int64_t kCacheLine = 64;
 constexpr int64_t kBlocksAhead = 32;  // how many blocks of 16 k ahead codes are prefetched: 4 KiB
 
+constexpr int64_t kBlocksTogether = 4;  // of a group, whose scales fill a cache line
+
 constexpr int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -65,6 +67,28 @@ struct WeightPair {
   const uint8_t* codes_ahead(int g, int64_t b) const {
     const int64_t target = b + kBlocksAhead, blocks = k / 16;
     return target < blocks ? codes[g] + target * 128 : next_codes[g] + (target - blocks) * 128;
+  }
+};
+
+// The groups of 16 rows of one expert's weights, for a product with the transposed weights.
+struct WeightColumns {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t groups;
+  int64_t k;
+  int64_t end;  // the caller multiplies blocks up to this one
+
+  // Prefetches a block to the second-level cache.
+  __attribute__((always_inline)) void Prefetch(int64_t group, int64_t block) const {
+    __builtin_prefetch(Codes(group, block), 0, 2);
+    __builtin_prefetch(Codes(group, block) + kCacheLine, 0, 2);
+    if (block % kBlocksTogether == 0) __builtin_prefetch(Scales(group, block), 0, 2);
+  }
+  const uint8_t* Codes(int64_t group, int64_t block) const {
+    return codes + group * 8 * k + block * 128;
+  }
+  const uint8_t* Scales(int64_t group, int64_t block) const {
+    return scales + group * k + block * kGroup;
   }
 };
 
@@ -111,6 +135,14 @@ struct Kernels {
   // out[r, c] = sum_k W[c, k] x[r, k], without global scales; float32 [count rounded up to a
   // multiple of 16, 32].
   void (*multiply)(const WeightPair& weights, const Rows& rows, float* out);
+
+  // Returns the format of rows for `multiply_transposed`.
+  RowFormat (*transposed_rows)(DataType type);
+
+  // out[r, c] = sum_n W[n, 16 block + c] x[r, n], without global scales; float32 [count, 16].
+  // Values of bfloat16 rows are in pairs that are 16 apart: x[0], x[16], x[1], x[17] and so on.
+  void (*multiply_transposed)(const WeightColumns& weights, int64_t block, const Rows& rows,
+                              float* out);
 
   // Stores one row, and returns the scale that its products must be multiplied by.
   float (*prepare_row)(const RowSource& source, RowFormat format, uint8_t* row);

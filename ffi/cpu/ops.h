@@ -70,6 +70,28 @@ int64_t GroupedGemmW4A16CpuWorkspace(const GroupedGemmShape& shape,
 bool RunGroupedGemmW4A16Cpu(const GroupedGemmShape& shape, const GroupedGemmArguments& arguments,
                             const Kernels& kernels, ThreadPool& pool);
 
+struct TransposedGemmArguments {
+  const void* x;
+  const uint8_t* packed;
+  const uint8_t* block_scale;
+  const float* global_scale;
+  const int32_t* group_sizes;
+  void* y;
+  uint8_t* workspace;
+  int64_t workspace_bytes;
+  DataType type;
+  int64_t m, e, n, k;
+};
+
+// Returns the bytes of workspace that a product with transposed weights needs to process `rows` of
+// its rows in one round.
+int64_t TransposedGemmCpuWorkspace(const TransposedGemmArguments& arguments, const Kernels& kernels,
+                                   int64_t rows);
+
+// Returns false if the workspace is too small for a single row.
+bool RunTransposedGemmCpu(const TransposedGemmArguments& arguments, const Kernels& kernels,
+                          ThreadPool& pool);
+
 struct QuantizeArguments {
   const void* x;  // [m, k]
   DataType type;
@@ -142,6 +164,8 @@ constexpr WorkspaceRowsFact kWorkspaceRows[] = {
      [](const int64_t* s) { return MoEW4A16CpuRounds(s[0], s[1], s[2], s[3], TypeOfSize(s[5])); }},
     {"nvfp4_grouped_gemm_w4a16_cpu", "e n k itemsize",
      [](const int64_t* s) { return GroupedGemmW4A16CpuRounds(s[0], s[2], TypeOfSize(s[3])); }},
+    {"nvfp4_transposed_gemm_cpu", "e k n",
+     [](const int64_t* s) { return TransposedGemmCpuRounds(s[0], s[2]); }},
 };
 
 constexpr WorkspaceFact kWorkspaces[] = {

@@ -24,10 +24,15 @@ struct DenseVectors {
 // Returns 256 * e2m1(code) in bfloat16, for each code twice. The factor 256 cancels the 2^-8 of
 // ScaleVector.
 inline __m512i CodeTable() {
-  alignas(64) uint16_t table[32];
-  for (int c = 0; c < 32; ++c)
-    table[c] = static_cast<uint16_t>(FloatBits(256.0f * DecodeE2M1(c & 15)) >> 16);
-  return _mm512_load_si512(table);
+  struct Table {
+    Table() {
+      for (int c = 0; c < 32; ++c)
+        words[c] = static_cast<uint16_t>(FloatBits(256.0f * DecodeE2M1(c & 15)) >> 16);
+    }
+    alignas(64) uint16_t words[32];
+  };
+  static const Table table;
+  return _mm512_load_si512(table.words);
 }
 
 // Returns 2^-8 * e4m3 of 16 bytes. The conversion goes through float16, because vcvtph2ps is exact

@@ -41,4 +41,9 @@ inline WorkspaceRows GroupedGemmW4A16CpuRounds(int64_t e, int64_t k, DataType ty
   return MakeRounds(MostRowBytes(k, type) + 16, 1, e);
 }
 
+// Rows of n values of any type, which are float32 at most.
+inline WorkspaceRows TransposedGemmCpuRounds(int64_t e, int64_t n) {
+  return MakeRounds(MostRowBytes(n, DataType::kBF16) + 16, 1, e);
+}
+
 }  // namespace nvfp4::cpu

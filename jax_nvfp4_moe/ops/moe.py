@@ -75,8 +75,8 @@ def moe_mlp(
     schemes, the inputs of both GEMMs are rounded to NVFP4 first.
 
     Gradients flow to `x`, `expert_weights` and biases, with every rounding as the identity; the
-    weights are frozen. On devices of compute capability 9.0 the backward pass runs on kernels in 16
-    bits, and elsewhere in plain XLA.
+    weights are frozen. The backward pass runs on kernels on CPUs and, in 16 bits, on devices of
+    compute capability 9.0. Elsewhere it runs in plain XLA.
 
     Args:
       x: tokens ``[t, h]``, bfloat16, float16 or float32; t may be 0.
@@ -140,7 +140,7 @@ def moe_mlp(
     assert plan.scheme is not None  # only ops without weights have plans without a scheme
     rows = _RunRows(call, plan.scheme, x.dtype)
     layer = ExpertLayer(params.num_experts, _read_expert, rows, weight_on_input)
-    grouped = plan_grouped_bars(params, plan, x.dtype, call, weight_on_input)
+    grouped = plan_grouped_bars(params, plan, x.shape[0], x.dtype, call, weight_on_input)
     find_bars = functools.partial(*((grouped_bars, grouped) if grouped else (visit_experts, layer)))
     run = with_expert_gradient(functools.partial(plan.lower, **static), find_bars)
     return run(x, params, narrow_ids(expert_ids), expert_weights.astype(jnp.float32))

@@ -61,6 +61,19 @@ TARGETS = {
         7,
         {"activation_scale": "static"},
     ),
+    "nvfp4_transposed_gemm_cpu": (
+        {
+            "x": ((M, N), bfloat16),
+            "packed": ((E, 80, H // 2), U8),
+            "block_scale": ((E, 80, H // 16), E4M3),
+            "global_scale": ((E, 1), F32),
+            "group_sizes": ((E,), S32),
+            "y": ((M, H), bfloat16),
+            "workspace": ((1 << 16,), U8),
+        },
+        5,
+        {},
+    ),
     "nvfp4_quantize_cpu": (
         {
             "x": ((M, H), F32),
@@ -74,7 +87,7 @@ TARGETS = {
         {"scale_layout": "swizzle_128x4"},
     ),
 }
-MOE, GEMM, QUANTIZER = TARGETS
+MOE, GEMM, TRANSPOSED, QUANTIZER = TARGETS
 
 
 def run(target, changes):
@@ -102,6 +115,7 @@ def _targets():
         (MOE, {"gate_up_bias": ((0, 0), F32)}),
         (MOE, {"gate_up_input_scale": ((0,), F32), "activation_scale": "none"}),
         (GEMM, {"global_scale": ((E, N), F32)}),
+        (TRANSPOSED, {"x": ((M, N), F32), "y": ((M, H), F32)}),
         (QUANTIZER, {"global_scale": ((0,), F32)}),
         (QUANTIZER, {"block_scale": ((M, H // 16), E4M3), "scale_layout": "linear"}),
     ],
@@ -167,6 +181,20 @@ def test_right_operands_are_taken(target, changes):
         (GEMM, {"input_scale": ((0,), F32)}, "input_scale [e]: expected [4], got [0]"),
         (GEMM, {"bias": ((E, N + 1), F32)}, "bias [e, n]: expected [4, 72], got [4, 73]"),
         (GEMM, {"workspace": ((64,), U8)}, "workspace [bytes]: expected at least"),
+        (
+            TRANSPOSED,
+            {"x": ((M, 81), bfloat16)},
+            "packed [e, n, k/2] in tiles of 16 x 16: expected [4, 96, 40], got [4, 80, 40]",
+        ),
+        (TRANSPOSED, {"x": ((M, N), np.int8)}, "x: expected bfloat16, float16 or float32"),
+        (TRANSPOSED, {"y": ((M, 81), bfloat16)}, "k (y): expected a positive multiple of 16"),
+        (
+            TRANSPOSED,
+            {"global_scale": ((E, 2), F32)},
+            "global_scale [e, 1]: expected [4, 1], got [4, 2]",
+        ),
+        (TRANSPOSED, {"group_sizes": ((0,), S32)}, "group_sizes [e]: expected [4], got [0]"),
+        (TRANSPOSED, {"workspace": ((64,), U8)}, "workspace [bytes]: expected at least"),
         (QUANTIZER, {"x": ((M, 72), F32)}, "k (x): expected a positive multiple of 16, got 72"),
         (
             QUANTIZER,

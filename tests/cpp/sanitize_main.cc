@@ -222,6 +222,49 @@ void RunGemm(DataType type, ActivationScale scale, const Kernels& kernels, int64
   }
 }
 
+struct TransposedCase {
+  int64_t n, k;
+  std::vector<int32_t> sizes;  // of the groups of 37 rows
+};
+
+const TransposedCase kTransposedCases[] = {
+    {48, 80, {5, -3, 20, 4}}, {77, 16, {1, 2, 3, 4}},      {1040, 144, {0, 1, 7, 60}},
+    {16, 32, {37}},           {2064, 16, {0, 0, 2, 0, 1}}, {1, 16, {1, 30}},
+};
+
+// Runs a product with transposed weights, and returns the bytes of its output.
+std::vector<uint8_t> RunTransposed(const TransposedCase& c, DataType type, const Kernels& kernels,
+                                   int threads, int64_t rows) {
+  const int64_t m = 37, e = static_cast<int64_t>(c.sizes.size()), n_pad = RoundUp(c.n, kGroup);
+  Random random(7);
+  Exact<uint8_t> x(m * c.n * Bytes(type)), packed(e * n_pad * c.k / 2),
+      scales(e * n_pad * c.k / 16);
+  Exact<float> global(e);
+  Exact<uint8_t> y(m * c.k * Bytes(type));
+  FillActivations(random, x, type);
+  FillBytes(random, packed, 0xff);
+  FillBytes(random, scales, 0xbf);
+  FillFloats(random, global);
+  TransposedGemmArguments arguments = {
+      x.data, packed.data, scales.data, global.data, e == 1 ? nullptr : c.sizes.data(),
+      y.data, nullptr,     0,           type,        m,
+      e,      c.n,         c.k};
+  Exact<uint8_t> workspace(TransposedGemmCpuWorkspace(arguments, kernels, rows));
+  arguments.workspace = workspace.data;
+  arguments.workspace_bytes = workspace.count;
+  Threads pool(threads - 1);
+  if (!RunTransposedGemmCpu(arguments, kernels, pool)) std::abort();
+  return std::vector<uint8_t>(y.data, y.data + y.count);
+}
+
+void RunAllTransposed(DataType type, const Kernels& kernels) {
+  for (const TransposedCase& c : kTransposedCases) {
+    const std::vector<uint8_t> expected = RunTransposed(c, type, kernels, 1, 37);
+    if (RunTransposed(c, type, kernels, 4, 37) != expected) std::abort();
+    RunTransposed(c, type, kernels, 2, 10);
+  }
+}
+
 void RunQuantizer(DataType type, const Kernels& kernels) {
   const int64_t m = 131, k = 304;
   Random random(3);
@@ -363,6 +406,7 @@ void RunAll(const Kernels& kernels) {
          {ActivationScale::kNone, ActivationScale::kStatic, ActivationScale::kToken}) {
       for (int64_t n : {48, 77}) RunGemm(type, scale, kernels, n);
     }
+    RunAllTransposed(type, kernels);
     RunQuantizer(type, kernels);
   }
   RunAllHeads(kernels);

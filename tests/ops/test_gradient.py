@@ -39,14 +39,19 @@ from jax_nvfp4_moe.testing import (
     random_routing,
 )
 
+# Where a device has kernels, the backward pass multiplies all rows at once. Otherwise it visits one
+# expert at a time, as it does with the reference.
+backends = pytest.mark.parametrize("backend", [None, "reference"])
+
 
 # One activation of each kind: gated, interleaved with limits and parameters, not gated, and with
 # another function.
+@backends
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2", "gelu_tanh"])
-def test_gradients_are_those_of_the_dequantized_model(activation):
+def test_gradients_are_those_of_the_dequantized_model(activation, backend):
     call = find_activation(activation)
     x, params, ids, weights = layer(activation=activation)
-    actual = ours(x, params, ids, weights, activation=activation)
+    actual = ours(x, params, ids, weights, activation=activation, backend=backend)
     assert_as_the_model(actual, x, params, ids, weights, call)
 
 
@@ -132,7 +137,8 @@ def test_rounded_activations_count_as_the_identity(scheme):
     assert np.abs(truth["x"] - plain["x"]).max() > 1e-3 * np.abs(plain["x"]).max()
 
 
-def test_weights_on_the_input():
+@backends
+def test_weights_on_the_input(backend):
     """Each token has one expert, as in Llama 4. The yardstick weights the tokens itself."""
     call = find_activation("silu")
     x, params, _, _ = layer()
@@ -144,17 +150,19 @@ def test_weights_on_the_input():
 
     yardstick = jax.jit(functools.partial(gradients, run))(x, params, weights)
     truth = exact(x, params, ids, weights, call, on_input=True)
-    assert_accurate(ours(x, params, ids, weights, weight_on_input=True), yardstick, truth)
+    how = {"weight_on_input": True, "backend": backend}
+    assert_accurate(ours(x, params, ids, weights, **how), yardstick, truth)
 
 
+@backends
 @pytest.mark.parametrize("tokens", [0, 300])
-def test_token_counts(tokens):
+def test_token_counts(tokens, backend):
     """The 300 slots of one expert are processed in three pieces."""
     call = find_activation("silu")
     x, params, ids, weights = layer(tokens)
     if tokens == 300:
         ids = np.tile(np.array([2, -1, -1], np.int32), (tokens, 1))
-    actual = ours(x, params, ids, weights)
+    actual = ours(x, params, ids, weights, backend=backend)
     assert {name: actual[name].shape for name in NAMES} == {
         "x": (tokens, H),
         "expert_weights": (tokens, K),
@@ -187,28 +195,32 @@ def test_single_tokens():
             assert_accurate(wrong, each_xla, truth)
 
 
-def test_ids_out_of_range_get_no_gradient():
+@backends
+def test_ids_out_of_range_get_no_gradient(backend):
     x, params, ids, weights = layer()
     bad = np.array([-1, E, 2**31 - 1, -(2**31)], np.int32)
     token, some = np.arange(9), np.array(ids)
     some[token, token % K] = bad[token % 4]
     call = find_activation("silu")
-    actual = ours(x, params, some, weights)
+    actual = ours(x, params, some, weights, backend=backend)
     assert_accurate(
         actual, of_xla(x, params, some, weights, call), exact(x, params, some, weights, call)
     )
     assert not np.asarray(actual["expert_weights"])[token, token % K].any()
-    none = ours(x, params, np.full_like(ids, -1), weights)
+    none = ours(x, params, np.full_like(ids, -1), weights, backend=backend)
     assert not any(np.asarray(none[name]).any() for name in NAMES)
 
 
-def test_a_token_with_nan_keeps_it_to_itself():
+@backends
+def test_a_token_with_nan_keeps_it_to_itself(backend):
     """Only tokens 2 and 4 go to expert 1, and they share a piece with slots of other tokens."""
     x, params, ids, weights = layer()
     ids, bad = np.where(ids == 1, 0, ids), np.array(x)
     ids[[2, 4]] = 1
     bad[2, 5], bad[4, 7] = np.nan, np.inf
-    clean, dirty = (jax.tree.map(np.asarray, ours(r, params, ids, weights)) for r in (x, bad))
+    clean, dirty = (
+        jax.tree.map(np.asarray, ours(r, params, ids, weights, backend=backend)) for r in (x, bad)
+    )
     tokens, experts = [0, 1, 3, 5, 6, 7, 8], [0, 2, 3, 4]
     for name in NAMES:
         keep = experts if name.endswith("bias") else tokens
@@ -284,6 +296,31 @@ def test_calls_without_jit_compile_the_backward_pass_once():
     assert gradient.visit_experts._cache_size() == programs
 
 
+def test_exported_for_any_number_of_tokens():
+    """The backward pass must know how many tokens there are only where it cuts them into chunks."""
+    x, params, ids, weights = layer()
+    weight = jax.tree.map(lambda leaf: leaf[0], params.down)
+
+    def total(x, ids, weights):
+        y = nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a16")
+        inner = jnp.sin(x)[:, : params.intermediate]
+        return jnp.sum(jnp.square(y)) + jnp.sum(nvfp4.ops.linear(inner, weight, scheme="w4a16"))
+
+    run = jax.jit(jax.grad(total, (0, 2)))
+    given = x, jnp.asarray(ids), jnp.asarray(weights)
+    (t,) = jax.export.symbolic_shape("t")
+    shapes = [jax.ShapeDtypeStruct((t, *one.shape[1:]), one.dtype) for one in given]
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNELS]
+    exported = jax.export.export(run, disabled_checks=allowed)(*shapes)
+    for tokens in (1, 9):
+        some = [one[:tokens] for one in given]
+        for got, want in zip(exported.call(*some), run(*some), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+KERNELS = tuple(name for record in RECORDS for name in record.ffi_targets if name.endswith("_cpu"))
+
+
 def test_rematerialized_and_mapped():
     x, params, ids, weights = layer()
 
@@ -309,13 +346,15 @@ def product(x, y):
     return jnp.matmul(x, y, precision="highest")
 
 
-@jax.jit
-def grouped_gradient(x, weight, sizes, bar):
-    return jax.grad(lambda x: jnp.sum(nvfp4.ops.grouped_gemm(x, weight, sizes) * bar))(x)
+@functools.partial(jax.jit, static_argnames="backend")
+def grouped_gradient(x, weight, sizes, bar, backend):
+    run = functools.partial(nvfp4.ops.grouped_gemm, backend=backend)
+    return jax.grad(lambda x: jnp.sum(run(x, weight, sizes) * bar))(x)
 
 
+@backends
 @pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 0], [12, 0, 0], [5, 7, 300], [-2, 4, 4]])
-def test_grouped_gemm(sizes):
+def test_grouped_gemm(sizes, backend):
     """Compare with float64. Rows without a group get zeros."""
     weight, x, _ = matrices()
     bar, values = normal(5, 12, 32), np.asarray(weight.dequantize())
@@ -325,15 +364,16 @@ def test_grouped_gemm(sizes):
         truth[rows] = bar[rows].astype(np.float64) @ values[group].astype(np.float64)
         yardstick[rows] = np.asarray(product(bar, values[group]))[rows]
         start += size
-    actual = grouped_gradient(x, weight, np.array(sizes, np.int32), bar)
+    actual = grouped_gradient(x, weight, np.array(sizes, np.int32), bar, backend)
     assert_as_accurate_as(actual, yardstick, truth)
     assert not np.asarray(actual)[start:].any()
 
 
+@backends
 @pytest.mark.parametrize(
     ("rows", "scheme"), [((), "w4a16"), ((0,), "w4a16"), ((2, 3), "w4a4"), ((130,), "w4a16")]
 )
-def test_linear(rows, scheme):
+def test_linear(rows, scheme, backend):
     """Leading axes and a bias are allowed. Under w4a4, the gradient passes straight through."""
     weight, _, bias = matrices()
     weight = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[0]), weight)
@@ -341,8 +381,8 @@ def test_linear(rows, scheme):
     scale = np.float32(4 / 2688) if scheme == "w4a4" else None
 
     def total(x, bias):
-        y = nvfp4.ops.linear(x, weight, bias=bias, input_scale=scale, scheme=scheme)
-        return jnp.sum(y * bar)
+        how = {"input_scale": scale, "scheme": scheme, "backend": backend}
+        return jnp.sum(nvfp4.ops.linear(x, weight, bias=bias, **how) * bar)
 
     x_bar, bias_bar = jax.jit(jax.grad(total, (0, 1)))(x, bias)
     values = np.asarray(jax.jit(type(weight).dequantize)(weight))

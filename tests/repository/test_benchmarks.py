@@ -30,6 +30,7 @@ import quantize
 import whole_model
 from flax import nnx
 from moe_cases import CASES, Ceilings
+from provenance import write_page
 from rich.console import Console
 from support.devices.young_objects import collects_new_objects_alone
 from support.files.given import user_environment
@@ -461,6 +462,12 @@ def test_scripts_run(script, arguments, rows, tmp_path, monkeypatch):
     assert len(written["rows"]) == rows
     heads = [row["draft_head"] for row in written["rows"][0].get("drafts", ())]
     assert heads == (["exact", "nvfp4"] if "--draft-head" in arguments else [])
+
+
+def test_a_page_of_a_device_keeps_its_name(tmp_path):
+    write_page(tmp_path / "backward.cpu", {}, "page")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["backward.cpu.json", "backward.cpu.md"]
 
 
 def test_predictions_of_blackwell_are_the_longest_bound():

@@ -42,11 +42,13 @@ from jax_nvfp4_moe.ops.preparation import plan_product
 from jax_nvfp4_moe.ops.running import find_plan
 from jax_nvfp4_moe.scheme import Scheme
 
-# The slots whose rows exist at once, as in the forward pass. They bound the memory.
-_CHUNK_SLOTS = 65536
-_LAYOUT = "mma_64x64"
-# In this layout, gate and up rows of a gated layer take turns in groups of so many.
+# Platform -> the slots whose rows exist at once. They bound the memory. The kernels of CPUs are as
+# fast as with more rows when each expert has 64.
+_CHUNK_SLOTS = {"cuda": 65536, "cpu": 16384}
+# In a layout of two halves, gate and up rows take turns in groups of so many.
 _TURN = 8
+# Such a layout -> the layout of the plain weight that its bytes are.
+_PLAIN = {layout.of_halves: layout.name for layout in LAYOUTS.values() if layout.of_halves}
 
 
 class GroupedBars(NamedTuple):
@@ -81,18 +83,22 @@ _SIZES = "num_experts", "hidden", "intermediate"
 
 
 def plan_grouped_bars(
-    params: MoEParams, plan: Plan, dtype, call: ActivationCall, weight_on_input: bool
+    params: MoEParams, plan: Plan, tokens, dtype, call: ActivationCall, weight_on_input: bool
 ) -> GroupedBars | None:
-    """Return how `grouped_bars` runs for a layer of `plan`; None if it has no kernels.
+    """Return how `grouped_bars` runs for a layer of `plan`.
+
+    It is None if the layer has no kernels, or if the number of tokens is a symbol of `jax.export`:
+    `grouped_bars` cuts tokens into chunks, and must know how many there are.
 
     Args:
       params: the experts, in the layout of `plan`.
       plan: the plan of `moe_mlp`.
+      tokens: number of tokens, an integer or a symbol.
       dtype: dtype of the tokens.
       call, weight_on_input: as in `ops.moe_mlp`.
     """
     transposed = plan_transposed(plan, dtype)
-    if transposed is None or plan.scheme is None:
+    if transposed is None or plan.scheme is None or not isinstance(tokens, int):
         return None
     declared = Scheme.W4A4 if plan.scheme is Scheme.W4A4 else Scheme.W4A16
     how = {"checkpoint_scheme": declared, "scheme": plan.scheme, "target": plan.target}
@@ -117,7 +123,7 @@ def grouped_bars(how: GroupedBars, operands, y_bar):
         biases = {name: getattr(params, name) for name in BIASES}
         bars = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (x, expert_weights))
         return vary_like((*bars, jax.tree.map(jnp.zeros_like, biases)), operands)
-    chunk = max(1, _CHUNK_SLOTS // top_k)
+    chunk = max(1, _CHUNK_SLOTS[how.transposed.target.platform] // top_k)
     if tokens <= chunk:
         return _chunk_bars(how, params, (x, expert_ids, expert_weights, y_bar))
     chunks = -(-tokens // chunk)
@@ -191,11 +197,11 @@ def _chunk_bars(how, params, given):
 def _as_plain(weight: NVFP4Tensor):
     """Return `gate_up` as the plain weight that its bytes are, and factors of its rows.
 
-    In the layout of two halves, the rows of the plain weight take turns as `_split_tiles` says. The
+    In a layout of two halves, the rows of the plain weight take turns as `_split_tiles` says. The
     factors are those of `_split_scale`.
     """
     scale, ratio = _split_scale(weight.global_scale)
-    plain = {"layout": _LAYOUT, "global_divisor": None}
+    plain = {"layout": _PLAIN.get(weight.layout, weight.layout), "global_divisor": None}
     return dataclasses.replace(weight, global_scale=scale, **plain), ratio
 
 
@@ -238,7 +244,7 @@ def _split_tiles(call, u, layout):
 
     Without a copy: gate and up take turns in groups of eight, unless the matrix has no halves.
     """
-    if layout == _LAYOUT:
+    if layout not in _PLAIN:
         return split_parts(call, u)
     m, n = u.shape
     turns = u.reshape(m, n // (2 * _TURN), 2, _TURN)
@@ -248,7 +254,7 @@ def _split_tiles(call, u, layout):
 
 def _join_tiles(call, *parts, layout):
     """Undo `_split_tiles`."""
-    if layout == _LAYOUT:
+    if layout not in _PLAIN:
         return join_parts(call, *parts)
     if call.row.interleaved:
         parts = jnp.split(join_parts(call, *parts), 2, axis=1)
@@ -257,6 +263,3 @@ def _join_tiles(call, *parts, layout):
     # A choice for each element is one pass over memory. A concatenation would be several.
     side = jnp.arange(2, dtype=jnp.int32).reshape(1, 1, 2, 1)
     return jnp.where(side == 0, gate, up).reshape(m, 2 * i)
-
-
-assert LAYOUTS[_LAYOUT].of_halves is not None  # the layout that the two functions above undo

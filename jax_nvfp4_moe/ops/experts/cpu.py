@@ -4,6 +4,7 @@ from jax_nvfp4_moe.backends.record import Backend, Device, Kernel
 from jax_nvfp4_moe.ops.experts.lowering import (
     lower_grouped_gemm,
     lower_moe,
+    lower_transposed_gemm,
 )
 from jax_nvfp4_moe.scheme import Scheme
 
@@ -15,6 +16,13 @@ MOE_W4A16_CPU = Backend(
     },
     (Device("cpu", schemes=frozenset(Scheme)),),
     max_top_k="MAX_TOP_K",
+    layout="cpu_16x16",
+    status="executed, measured",
+)
+TRANSPOSED_GEMM_CPU = Backend(
+    "transposed_gemm_cpu",
+    {"transposed_gemm": Kernel(lower_transposed_gemm, "nvfp4_transposed_gemm_cpu")},
+    (Device("cpu"),),
     layout="cpu_16x16",
     status="executed, measured",
 )

@@ -65,7 +65,7 @@ MOE_W4A16_SM80 = _record(
     notes=note_engines,
     shared_bytes="SHARED_BYTES_SM80",
 )
-# For gradients. Other devices differentiate expert by expert, in plain XLA.
+# For gradients. Other GPUs differentiate expert by expert, in plain XLA.
 TRANSPOSED_GEMM_SM90 = Backend(
     "transposed_gemm_sm90",
     {"transposed_gemm": Kernel(lower_transposed_gemm, "nvfp4_transposed_gemm_w4a16_sm90")},

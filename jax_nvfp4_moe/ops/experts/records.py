@@ -1,6 +1,6 @@
 """The backends of expert layers and grouped GEMMs, in order of preference."""
 
-from jax_nvfp4_moe.ops.experts.cpu import MOE_W4A16_CPU
+from jax_nvfp4_moe.ops.experts.cpu import MOE_W4A16_CPU, TRANSPOSED_GEMM_CPU
 from jax_nvfp4_moe.ops.experts.cuda import (
     MOE_W4A4_SM120,
     MOE_W4A16_SM80,
@@ -17,6 +17,7 @@ BACKENDS = (
     MOE_W4A16_SM80,
     MOE_W4A16_CPU,
     TRANSPOSED_GEMM_SM90,
+    TRANSPOSED_GEMM_CPU,
 )
 MEANINGS = {
     "moe_mlp": moe_mlp,

@@ -174,6 +174,35 @@ def grouped_gemm_of_each(
     }
 
 
+@functools.partial(jax.jit, static_argnames=("k", "isas", "workspace"))
+def _transposed_gemm(x, packed, block_scale, global_scale, sizes, k, isas, workspace):
+    (m, n), e = x.shape, packed.shape[0]
+    target, size = "nvfp4_transposed_gemm_cpu", workspace
+    if workspace is None:
+        size = workspace_bytes_of_rows(target, m, e, k, n)
+    outputs = (jax.ShapeDtypeStruct((m, k), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
+    call = jax.ffi.ffi_call(target, outputs)
+    return [call(x, packed, block_scale, global_scale, sizes, isa=isa)[0] for isa in isas]
+
+
+def transposed_gemm_of_each(x, weight, sizes, workspace: int | None = None):
+    """Multiply rows, sorted by group, by transposed weights, with each instruction set.
+
+    Args:
+      x: rows ``[m, n]``.
+      weight: canonical `NVFP4Tensor` ``[e, n, k]`` with one global scale for each group.
+      sizes: int32 ``[e]``.
+      workspace: bytes of scratch memory; None (default) for those that the op takes.
+
+    Returns:
+      Instruction set -> output ``[m, k]``.
+    """
+    isas, ready = tuple(present_isas()), _prepare(weight.packed, weight.block_scale)
+    scale = weight.global_scale[:, None]
+    outputs = _transposed_gemm(x, *ready, scale, sizes, weight.shape[-1], isas, workspace)
+    return dict(zip(isas, map(np.asarray, outputs), strict=True))
+
+
 def quantize(x, global_scale=None, scale_layout="linear", isa="auto"):
     """Quantize rows.
 

@@ -1,4 +1,4 @@
-"""The gradients that run on a kernel for transposed weights, on a GPU or emulated.
+"""The gradients that run on a kernel for transposed weights, on a device or emulated.
 
 Whoever inherits a suite has the fixture `target`: the `Target` to lower for, where kernels run.
 """
@@ -129,8 +129,13 @@ class ProductGradientSuite:
 
 
 class LayerGradientSuite:
-    """Gradients of `moe_mlp`."""
+    """Gradients of `moe_mlp`.
 
+    Attributes:
+      kernel: name of the record that multiplies by transposed weights.
+    """
+
+    kernel = "transposed_gemm_sm90"
     activation = axis("silu", "swigluoai", "relu2", "gelu_tanh")
     dtype = axis("bfloat16", "float16")
 
@@ -140,7 +145,7 @@ class LayerGradientSuite:
 
     def test_the_kernel_is_chosen(self, target, dtype):
         plan = find_plan("transposed_gemm", target=target, dtype=dtype, num_experts=E)
-        assert plan.backend.name == "transposed_gemm_sm90"
+        assert plan.backend.name == self.kernel
 
     def test_gradients_are_those_of_the_dequantized_model(self, target, activation, dtype):
         options = {"activation": activation, "dtype": jnp.dtype(dtype)}
@@ -171,7 +176,8 @@ class LayerGradientSuite:
         """Tokens are cut into chunks; the last one is padded with tokens of no expert."""
         call = find_activation("silu")
         x, params, ready, ids, weights = self.operands(target, 40, dtype=jnp.bfloat16)
-        monkeypatch.setattr("jax_nvfp4_moe.ops.experts.backward._CHUNK_SLOTS", 51)
+        slots = dict.fromkeys(("cpu", "cuda"), 51)
+        monkeypatch.setattr("jax_nvfp4_moe.ops.experts.backward._CHUNK_SLOTS", slots)
         jax.clear_caches()
         got = ours(x, ready, ids, weights, target=target)
         jax.clear_caches()
