@@ -125,7 +125,7 @@ PAGES = {
     "training": Page(
         "Training",
         "Low-rank adapters beside frozen weights, and their files.",
-        ("training.lora", "training.peft_files"),
+        ("training.lora", "training.peft_files", "training.merging"),
     ),
     "choice": Page(
         "Scheme and backend",

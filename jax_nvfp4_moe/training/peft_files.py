@@ -206,7 +206,11 @@ def _rank_and_alpha(layer) -> tuple[int, float]:
 
 
 def load_lora(
-    model: nnx.Module, folder: str | pathlib.Path, *, dtype: DTypeLike = jnp.float32
+    model: nnx.Module,
+    folder: str | pathlib.Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    merge_aware: bool = False,
 ) -> None:
     """Add the adapters of a folder that `save_lora` or PEFT wrote to a model, in place.
 
@@ -218,6 +222,8 @@ def load_lora(
       folder: folder with ``adapter_config.json`` and ``adapter_model.safetensors``. A leading ``~``
         is expanded.
       dtype: dtype of A and B, float32 by default.
+      merge_aware: as for `add_lora`; False by default. The files do not say how adapters were
+        trained.
 
     Raises:
       ValueError: the model has adapters already, or `place_model` has moved experts that have some
@@ -243,6 +249,7 @@ def load_lora(
     """
     check_kind("model", model, nnx.Module)
     folder, dtype = expand_home(folder), check_dtype(dtype)
+    check_kind("merge_aware", merge_aware, bool)
     layers = find_adaptable(model)
     adapted = [layer.name for layer in layers if layer.pair is not None]
     if adapted:
@@ -259,7 +266,8 @@ def load_lora(
     for layer, _ in found:
         layer.check()
     for layer, (a, b, alpha) in found:
-        layer.put(np.asarray(a, dtype), np.asarray(b, dtype), alpha)
+        matrices = np.asarray(a, dtype), np.asarray(b, dtype)
+        layer.put(*matrices, alpha, merge_aware=merge_aware)
 
 
 def _find_unsupported(config) -> Iterable[str]:
