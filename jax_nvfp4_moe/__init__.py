@@ -46,6 +46,7 @@ try:
     from jax_nvfp4_moe.quantization.pipeline import quantize_model
     from jax_nvfp4_moe.scheme import Choice, NoBackendError, Problem, Scheme, Target
     from jax_nvfp4_moe.training.lora import add_lora
+    from jax_nvfp4_moe.training.merged_checkpoint import merge_model
     from jax_nvfp4_moe.training.merging import merge_lora
     from jax_nvfp4_moe.training.peft_files import load_lora, save_lora
 finally:
@@ -88,6 +89,7 @@ __all__ = [
     "load_moe",
     "load_tokenizer",
     "merge_lora",
+    "merge_model",
     "ops",
     "prepare",
     "quantize",

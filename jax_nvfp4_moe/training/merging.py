@@ -97,6 +97,7 @@ def _merge(owner: Any) -> None:
         owner.merge()
     elif isinstance(owner, RoutedExperts):
         stacked = owner.params.get_value().down.shape[:-3]
+        assert owner.adapter is not None
         pairs = {name: pair.read() for name, pair in owner.adapter.pairs().items()}
         owner.params.set_value(_merge_experts(owner.params.get_value(), pairs, len(stacked)))
     else:

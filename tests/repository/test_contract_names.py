@@ -26,6 +26,7 @@ SIGNATURES = {
     "save_lora": "model, folder",
     "load_lora": "model, folder, *, dtype=float32, merge_aware=False",
     "merge_lora": "model",
+    "merge_model": "source, adapters, destination, *, shard_bytes=5000000000",
     "load_tokenizer": "folder",
     "quantize_experts": "gate, up, down, *, algorithm='max', interleaved=False, gate_up_bias=None, "
     "down_bias=None, gate_up_input_scale=None, down_input_scale=None",

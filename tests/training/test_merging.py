@@ -1,5 +1,7 @@
 """Test `merge_lora`: weights, logits and files of merged models, with and without `merge_aware`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from support.files.given import CHECKPOINTS, MODELS, reference_tensors
 from support.models.adapters import adapted, fill, load
 
 import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.nn.linear.lora import LoRA, weight_with_adapters
 from jax_nvfp4_moe.numerics.changed_weights import add_rounded
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor, quantize_by
@@ -128,6 +131,22 @@ def test_a_merged_model_computes_what_merge_aware_adapters_do(name):
     assert np.abs(merged - trained).max() < 1e-4 * size
 
 
+def adapted_linears(model) -> list[Any]:
+    return [
+        one for _, one in nnx.iter_modules(model) if isinstance(getattr(one, "adapter", 0), LoRA)
+    ]
+
+
+@jax.jit
+def multiplied(linear):
+    """Return the weight by which a call of a linear layer multiplies."""
+    return weight_with_adapters(linear, linear.adapter)
+
+
+def values(weight):
+    return np.asarray(matrices_of(weight)[""])
+
+
 def test_a_plain_merge_rounds():
     """Merged weights do not depend on the option, but logits before the merge do."""
     name = "qwen3_moe-window-modelopt-w4a16"
@@ -135,6 +154,8 @@ def test_a_plain_merge_rounds():
     for how in ({"merge_aware": True}, {}):
         models.append(add_and_fill(load(CHECKPOINTS / name), 0.2, **how))
     aware, plain = (np.asarray(call(model, ids)) for model in models)
+    used = {id(one): values(multiplied(one)) for one in adapted_linears(models[0])}
+    still = [values(one.weight.get_value()) for one in adapted_linears(models[1])]
     before = np.asarray(call(load(CHECKPOINTS / name), ids))
     for model in models:
         nvfp4.merge_lora(model)
@@ -142,6 +163,11 @@ def test_a_plain_merge_rounds():
     assert weights.keys() == others.keys()
     for path, weight in weights.items():
         np.testing.assert_array_equal(weight, others[path], path)
+    linears: list[Any] = [one for _, one in nnx.iter_modules(models[0]) if id(one) in used]
+    assert len(linears) == len(used) > 2
+    for one, before_it in zip(linears, still, strict=True):
+        np.testing.assert_array_equal(values(one.weight.get_value()), used[id(one)])
+        assert (used[id(one)] != before_it).any()
     merged = np.asarray(call(models[1], ids))
     size = np.abs(plain - before).max()
     assert np.abs(merged - aware).max() < 1e-5 * size
@@ -157,7 +183,8 @@ def test_what_cannot_be_merged_is_refused():
     nvfp4.add_lora(model, 2, targets=("q_proj", "v_proj"), rngs=nnx.Rngs(0))
     for layer in find_adaptable(model):
         if layer.name.endswith("1.self_attn.v_proj"):
-            layer.put(*(np.full(one.shape, np.nan) for one in layer.take()), 2)
+            a, b = layer.take()
+            layer.put(a, np.full(b.shape, np.nan), 2)
     before = weights_of(model)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_proj .* not finite"):
         nvfp4.merge_lora(model)
@@ -166,3 +193,34 @@ def test_what_cannot_be_merged_is_refused():
     nvfp4.add_lora(mesh, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="on a mesh"):
         nvfp4.merge_lora(mesh)
+
+
+FILES = (
+    "gpt_oss-modelopt-w4a16",
+    "llama-ct-w4a16",
+    "qwen3moe-modelopt-w4a4",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FILES else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
+def test_the_written_checkpoint_has_the_trained_weights(name, tmp_path):
+    """`merge_model` and `save` keep every bit of the weights that the adapted model used."""
+    folder = CHECKPOINTS / name
+    model = add_and_fill(nvfp4.load_model(folder), 0.2, merge_aware=True)
+    nvfp4.save_lora(model, tmp_path / "adapters")
+    nvfp4.merge_model(folder, tmp_path / "adapters", tmp_path / "merged")
+    nvfp4.merge_lora(model)
+    nvfp4.save(tmp_path / "saved", model)
+    original = nvfp4.load_model(folder)
+    before, merged = weights_of(original), weights_of(model)
+    restored = weights_of(nvfp4.restore(tmp_path / "saved", original))
+    loaded = weights_of(nvfp4.load_model(tmp_path / "merged"))
+    assert before.keys() == merged.keys() == loaded.keys() == restored.keys()
+    assert sum((before[path] != merged[path]).any() for path in merged) > 2
+    for path, weight in merged.items():
+        np.testing.assert_array_equal(restored[path], weight, path)
+        # The file may store `kv_b_proj` in fewer bits than the model holds it.
+        if ".kv_up." not in path:
+            np.testing.assert_array_equal(loaded[path], weight, path)
