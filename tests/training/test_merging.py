@@ -203,7 +203,12 @@ FILES = (
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FILES else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+    "name",
+    [
+        n if n in FILES else pytest.param(n, marks=pytest.mark.slow)
+        for n in MODELS
+        if n != "gpt_oss-mxfp4"  # see `test_experts_in_mxfp4_are_not_written`
+    ],
 )
 def test_the_written_checkpoint_has_the_trained_weights(name, tmp_path):
     """`merge_model` and `save` keep every bit of the weights that the adapted model used."""
@@ -224,3 +229,14 @@ def test_the_written_checkpoint_has_the_trained_weights(name, tmp_path):
         # The file may store `kv_b_proj` in fewer bits than the model holds it.
         if ".kv_up." not in path:
             np.testing.assert_array_equal(loaded[path], weight, path)
+
+
+def test_experts_in_mxfp4_are_not_written(tmp_path):
+    """The scales of MXFP4 are shared by two blocks, so its experts cannot be written back."""
+    folder = CHECKPOINTS / "gpt_oss-mxfp4"
+    model = nvfp4.load_model(folder)
+    nvfp4.add_lora(model, 2, targets="experts", rngs=nnx.Rngs(0))
+    nvfp4.save_lora(model, tmp_path / "adapters")
+    with pytest.raises(nvfp4.CheckpointError, match=r"layers\.0\.mlp\.experts: .* such as MXFP4"):
+        nvfp4.merge_model(folder, tmp_path / "adapters", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
