@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.files.given import CHECKPOINTS, MODELS, reference_tensors
-from support.models.adapters import adapted, fill, load
+from support.models.adapters import adapted, fill, load, loss_and_gradients
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.nn.linear.lora import LoRA, weight_with_adapters
@@ -172,6 +172,45 @@ def test_a_plain_merge_rounds():
     size = np.abs(plain - before).max()
     assert np.abs(merged - aware).max() < 1e-5 * size
     assert np.abs(merged - plain).max() > 0.05 * size
+
+
+def test_gradients_take_the_rounding_for_the_identity():
+    """They are those of ``x @ (Q(W + D) + D - D).T``, where the last D is a constant."""
+    layer = nvfp4.NVFP4Linear(64, 32, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    nvfp4.add_lora(layer, 4, targets="linear", alpha=8, merge_aware=True, rngs=nnx.Rngs(1))
+    (one,) = find_adaptable(layer)
+    a, b = one.take()
+    b = np.random.default_rng(0).normal(0, 0.05, b.shape).astype(np.float32)
+    one.put(a, b, 8, merge_aware=True)
+    x = jax.random.normal(jax.random.key(0), (5, 64))
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    found = nnx.grad(lambda layer, x: (layer(x) ** 2).sum(), argnums=(wrt, 1))(layer, x)
+    weight = layer.weight.get_value()
+
+    def expected(a, b, x):
+        change = 2 * b @ a
+        rounded = add_rounded(weight, jax.lax.stop_gradient(change)).dequantize()
+        through = jax.lax.stop_gradient(rounded - change) + change
+        return ((x @ through.T) ** 2).sum()
+
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.grad(expected, argnums=(0, 1, 2))(jnp.asarray(a), jnp.asarray(b), x)
+    gradients = jax.tree.leaves(found)
+    for own, other in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
+
+
+def test_experts_have_the_gradients_of_plain_adapters_at_first():
+    """Both options compute the model of the checkpoint while B is zero."""
+    folder, found = CHECKPOINTS / "qwen3_moe-window-modelopt-w4a16", []
+    ids = ids_of("qwen3_moe-window-modelopt-w4a16")
+    for merge_aware in (False, True):
+        model = adapted(load(folder), 2, merge_aware=merge_aware)
+        value, gradients = loss_and_gradients(model, ids)
+        found.append((value, *jax.tree.leaves(gradients)))
+    assert max(np.abs(one).max() for one in found[0][1:]) > 1e-3
+    for plain, aware in zip(*found, strict=True):
+        np.testing.assert_allclose(aware, plain, rtol=1e-3, atol=1e-6)
 
 
 def test_what_cannot_be_merged_is_refused():
