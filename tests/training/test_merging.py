@@ -213,6 +213,17 @@ def test_experts_have_the_gradients_of_plain_adapters_at_first():
         np.testing.assert_allclose(aware, plain, rtol=1e-3, atol=1e-6)
 
 
+def test_a_mesh_trains_through_the_same_rounding():
+    """Each shard rounds its own rows and columns, as one device does."""
+    folder, found = CHECKPOINTS / "qwen3moe-modelopt-w4a16", []
+    ids = ids_of("qwen3moe-modelopt-w4a16")
+    for how in ({}, {"mesh": jax.make_mesh((2, 2), ("expert", "tensor"))}):
+        model = add_and_fill(load(folder, **how), 0.5, merge_aware=True)
+        found.append(np.asarray(call(model, ids)))
+    one, mesh = found
+    assert np.abs(one - mesh).max() < 1e-5 * np.abs(one).max()
+
+
 def test_what_cannot_be_merged_is_refused():
     """A model without adapters, on a mesh or with values that are not finite stays as it is."""
     folder = CHECKPOINTS / "qwen3_moe-window-modelopt-w4a16"
