@@ -124,8 +124,8 @@ PAGES = {
     ),
     "training": Page(
         "Training",
-        "Low-rank adapters beside frozen weights, and their files.",
-        ("training.lora", "training.peft_files"),
+        "Low-rank adapters beside frozen weights, their files, and merging.",
+        ("training.lora", "training.peft_files", "training.merging", "training.merged_checkpoint"),
     ),
     "choice": Page(
         "Scheme and backend",

@@ -46,6 +46,8 @@ try:
     from jax_nvfp4_moe.quantization.pipeline import quantize_model
     from jax_nvfp4_moe.scheme import Choice, NoBackendError, Problem, Scheme, Target
     from jax_nvfp4_moe.training.lora import add_lora
+    from jax_nvfp4_moe.training.merged_checkpoint import merge_model
+    from jax_nvfp4_moe.training.merging import merge_lora
     from jax_nvfp4_moe.training.peft_files import load_lora, save_lora
 finally:
     if _COLLECTS:
@@ -86,6 +88,8 @@ __all__ = [
     "load_model",
     "load_moe",
     "load_tokenizer",
+    "merge_lora",
+    "merge_model",
     "ops",
     "prepare",
     "quantize",

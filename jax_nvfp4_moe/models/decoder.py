@@ -23,7 +23,7 @@ from jax_nvfp4_moe.nn.experts.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.indexed_tuple import register_indexed
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
-from jax_nvfp4_moe.nn.linear.lora import add_adapter
+from jax_nvfp4_moe.nn.linear.lora import add_adapter, weight_with_adapters
 from jax_nvfp4_moe.nn.norm import Norm, Residual
 from jax_nvfp4_moe.nn.packing import find_places, is_unpacked, pack, pack_like, unpack
 from jax_nvfp4_moe.nn.variables import read_bias
@@ -559,7 +559,8 @@ def _score(head, x, *, target):
     `head` is a linear, or the embedding variable, whose rows are then the linear's weights.
     """
     if isinstance(head, DenseLinear):
-        logits = dense(x, head.weight.get_value(), bias=read_bias(head), target=target)
+        weight = weight_with_adapters(head, head.adapter)
+        logits = dense(x, weight, bias=read_bias(head), target=target)
         return add_adapter(head, x, logits)
     if isinstance(head, FP8Linear):
         return head.in_float32(x)

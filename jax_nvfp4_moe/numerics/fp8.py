@@ -45,10 +45,13 @@ class FP8Tensor:
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
         """Return the weights ``[..., n, k]``, computed in float32 and rounded once to `dtype`."""
-        scale = self.scale[..., None]
+        return (self.values.astype(jnp.float32) * self.scale_of_each()).astype(dtype)
+
+    def scale_of_each(self) -> jax.Array:
+        """Return the float32 scale of each weight, of a shape that broadcasts to the values."""
         if self.has_groups:
-            scale = jnp.repeat(self.scale, GROUP, axis=-1)[..., : self.values.shape[-1]]
-        return (self.values.astype(jnp.float32) * scale).astype(dtype)
+            return jnp.repeat(self.scale, GROUP, axis=-1)[..., : self.values.shape[-1]]
+        return self.scale[..., None]
 
 
 def round_fp8(x, scale, *, multiply_by_reciprocal: bool):

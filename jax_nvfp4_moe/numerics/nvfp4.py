@@ -269,11 +269,17 @@ def quantize(
     ratio = jnp.where(jnp.isnan(ratio), jnp.nan, ratio)  # the same NaN bits on every device
     # Clamp before the cast: a cast of a value above 464 to E4M3 gives NaN.
     block_scale = jnp.minimum(ratio, jnp.float32(E4M3_MAX)).astype(jnp.float8_e4m3fn)
-    s = decode_scale(block_scale) * g
-    zero = s == 0
-    codes = divide(blocks, jnp.where(zero, 1.0, s)[..., None])
-    codes = encode(jnp.where(zero[..., None], 0.0, codes))
+    codes = encode_blocks(blocks, decode_scale(block_scale) * g)
     return pack(codes.reshape(x.shape)), block_scale, scale
+
+
+def encode_blocks(
+    blocks: Float[Array, "... blocks 16"], scale: Float[Array, "... blocks"]
+) -> UInt8[Array, "... blocks 16"]:
+    """Return the codes ``e2m1(blocks / scale)``; all codes of a block with scale 0 are 0."""
+    zero = scale == 0
+    codes = divide(blocks, jnp.where(zero, 1.0, scale)[..., None])
+    return encode(jnp.where(zero[..., None], 0.0, codes))
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("dtype",))

@@ -223,8 +223,8 @@ class NVFP4Tensor:
         tensor = self.to_layout(CANONICAL)
         block_scale = decode_scale(tensor.block_scale)
         if tensor.global_divisor is not None:
-            return divide(block_scale, self._per_row(tensor.global_divisor))
-        return block_scale * self._per_row(tensor.global_scale)
+            return divide(block_scale, self.per_row(tensor.global_divisor))
+        return block_scale * self.per_row(tensor.global_scale)
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
         """Return the values ``[..., n, k]``, computed in float32 and rounded once to `dtype`.
@@ -262,7 +262,7 @@ class NVFP4Tensor:
             columns=None if 2 * packed.shape[-1] == k else k,
         )
 
-    def _per_row(self, scale):
+    def per_row(self, scale):
         """Broadcast scales ``[...]`` or ``[..., parts]`` to the rows: ``[..., n or 1, 1]``."""
         if scale.ndim == self.packed.ndim - 2:
             return scale[..., None, None]

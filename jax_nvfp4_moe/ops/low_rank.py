@@ -8,6 +8,7 @@ Language Models", arXiv:2106.09685, 2021.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
+from jax_nvfp4_moe.numerics.changed_weights import add_rounded
+from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.dense import precision_for
 
 _BLOCK = 64  # the most rows of one expert that are multiplied at once
@@ -31,11 +35,14 @@ class LowRank:
       a: array ``[r, k]``, or ``[e, r, k]`` for e experts.
       b: array ``[n, r]``, or ``[e, n, r]``.
       scale: factor of the product. Static.
+      rounded: whether the sum of the weight and the product is rounded to the format of the weight,
+        as merging does; False by default. Static.
     """
 
     a: Any
     b: Any
     scale: float = dataclasses.field(metadata={"static": True})
+    rounded: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +74,45 @@ class AdaptedExperts:
 def low_rank(x: Float[Array, "... k"], pair: LowRank) -> Float[Array, "... n"]:
     """Return ``scale * (x @ a.T) @ b.T`` in float32. Operands of products have the dtype of `x`."""
     return pair.scale * _multiply(_multiply(x, pair.a).astype(x.dtype), pair.b)
+
+
+def product_of(pair: LowRank) -> Float[Array, "... n k"]:
+    """Return ``scale * b @ a`` in float32, the change of a weight ``[..., n, k]``."""
+    a, b = pair.a.astype(jnp.float32), pair.b.astype(jnp.float32)
+    product = jnp.matmul(b, a, precision=lax.Precision.HIGHEST)
+    # As in `add_rounded`: the change must not depend on the program that contains it.
+    return pair.scale * lax.optimization_barrier(product)
+
+
+def add_to_each(weight: Any, pair: LowRank) -> Any:
+    """Return the weights of all experts with the low-rank products added, in the same format.
+
+    One expert at a time is dequantized.
+
+    Args:
+      weight: `NVFP4Tensor` in any layout, `FP8Tensor` or a float array, ``[e, n, k]``.
+      pair: the matrices of all experts.
+    """
+    layout = weight.layout if isinstance(weight, NVFP4Tensor) else None
+    canonical = weight if layout is None else weight.to_layout(CANONICAL)
+
+    def add(own):
+        weight, a, b = own
+        return add_rounded(weight, product_of(dataclasses.replace(pair, a=a, b=b)))
+
+    made = lax.map(add, (canonical, pair.a, pair.b))
+    return made if layout is None else made.to_layout(layout)
+
+
+def only_gradient(product: Callable[[Array], Array], x: Float[Array, "... k"]):
+    """Return zeros with the gradient that ``product(x)`` has to its matrices, and none to `x`.
+
+    The sum of a rounded weight and a low-rank product takes the derivative of the rounding for the
+    identity (straight-through). The matrices then have the gradients that they have if the product
+    is added to the result of the layer. The gradient to `x` comes from the rounded weight.
+    """
+    y = product(lax.stop_gradient(x))
+    return y - lax.stop_gradient(y)
 
 
 def _multiply(x, matrix):
@@ -166,7 +212,8 @@ def run_adapted_experts(
     With ``W1' = W1 + scale * b1 @ a1`` and ``W2' = W2 + scale * b2 @ a2``, this computes what
     `ops.moe_mlp` does for ``W1'`` and ``W2'``. No weight is changed: the products are added to the
     results of the two frozen GEMMs. The first addition comes before the activation, so the GEMMs
-    run apart, and their results are rounded to the dtype of `x`.
+    run apart, and their results are rounded to the dtype of `x`. If a `LowRank` is `rounded`, its
+    GEMM multiplies by ``round(W + scale * b @ a)`` instead; see `add_to_each`.
 
     Args:
       x: tokens ``[t, h]``.
@@ -190,10 +237,16 @@ def run_adapted_experts(
 
     def product(rows, name, pair):
         scale, bias = (getattr(experts, f"{name}_{part}") for part in ("input_scale", "bias"))
-        y = multiply(rows, getattr(experts, name), scale, slots).astype(jnp.float32)
+        weight = getattr(experts, name)
+        if pair is not None and pair.rounded:
+            weight = lax.stop_gradient(add_to_each(weight, lax.stop_gradient(pair)))
+        y = multiply(rows, weight, scale, slots).astype(jnp.float32)
         if bias is not None:
             y += jnp.take(bias, slots.experts, axis=0, mode="clip").astype(jnp.float32)
-        return y if pair is None else y + grouped_low_rank(rows, pair, slots)
+        if pair is None:
+            return y
+        beside = functools.partial(grouped_low_rank, pair=pair, slots=slots)
+        return y + (only_gradient(beside, rows) if pair.rounded else beside(rows))
 
     inner = activate(call, product(rows, "gate_up", adapted.gate_up)).astype(x.dtype)
     y = product(inner, "down", adapted.down) * weights

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
-from jax_nvfp4_moe.ops.low_rank import AdaptedExperts, LowRank
+from jax_nvfp4_moe.ops.low_rank import AdaptedExperts
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, array_layouts
 
@@ -30,8 +30,8 @@ def expert_specs(params: MoEParams | DenseExperts | AdaptedExperts, expert_mesh:
         gate_up, down = params.gate_up, params.down
         return AdaptedExperts(
             expert_specs(params.experts, expert_mesh),
-            gate_up and LowRank(whole, rows, gate_up.scale),
-            down and LowRank(columns, whole, down.scale),
+            gate_up and dataclasses.replace(gate_up, a=whole, b=rows),
+            down and dataclasses.replace(down, a=columns, b=whole),
         )
     rows = ShardLayout("rows", ((1, expert_mesh.tensor),), expert_mesh.tensor)
 

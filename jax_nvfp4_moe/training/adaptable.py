@@ -109,6 +109,11 @@ class Adaptable:
         """The adapter of this layer, or None."""
         return self._pairs().get(self.part)
 
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the weight of this layer is on a mesh."""
+        return self.a.sharding is not None
+
     def check(self) -> None:
         """Check that an adapter can be put beside this layer.
 
@@ -118,28 +123,30 @@ class Adaptable:
         if self.group == EXPERTS:
             self.owner.check_unplaced()
 
-    def put(self, a: Any, b: Any, alpha: float) -> None:
+    def put(self, a: Any, b: Any, alpha: float, *, merge_aware: bool = False) -> None:
         """Put an adapter beside this layer, in place of an earlier one.
 
         Args:
           a: ``[r, inputs]``, or ``[experts, r, inputs]``.
           b: ``[outputs, r]``, or ``[experts, outputs, r]``.
           alpha: the products are multiplied by ``alpha / r``.
+          merge_aware: whether calls multiply by the weight that merging would make.
         """
-        self._set(self._pairs() | {self.part: LowRankPair(self.a.put(a), self.b.put(b), alpha)})
+        made = LowRankPair(self.a.put(a), self.b.put(b), alpha, merge_aware)
+        self._set(self._pairs() | {self.part: made})
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the whole matrices of the adapter, as `put` takes them."""
         assert self.pair is not None
         return self.a.take(self.pair.a), self.b.take(self.pair.b)
 
+    def remove(self) -> None:
+        """Remove the adapter of this layer."""
+        self._set({name: pair for name, pair in self._pairs().items() if name != self.part})
+
     def _pairs(self) -> dict[str, LowRankPair]:
         """Return the adapters of all layers that the owner holds."""
-        adapter = self.owner.adapter
-        if isinstance(adapter, ExpertLoRA):
-            pairs = {"gate_up": adapter.gate_up, "down": adapter.down}
-            return {part: pair for part, pair in pairs.items() if pair is not None}
-        return {} if adapter is None else adapter.pairs()
+        return {} if self.owner.adapter is None else self.owner.adapter.pairs()
 
     def _set(self, pairs):
         """Replace the adapters of all layers that the owner holds."""

@@ -24,6 +24,7 @@ def add_lora(
     targets: str | Sequence[str] = MIXERS,
     alpha: float | None = None,
     dtype: DTypeLike = jnp.float32,
+    merge_aware: bool = False,
     rngs: nnx.Rngs,
 ) -> None:
     """Add low-rank adapters to linear layers and experts of a model, in place.
@@ -54,6 +55,11 @@ def add_lora(
       alpha: the products are multiplied by ``alpha / rank``. None, the default, takes `rank`.
       dtype: dtype of A and B, float32 by default. Products run in the dtype of the layer, with
         float32 sums.
+      merge_aware: whether to train the weights that `merge_lora` will make. A layer then computes
+        ``Q(W + alpha / rank * B @ A) @ x``, where Q rounds to the format of W. The derivative of Q
+        is taken for the identity (straight-through), so A and B have the gradients that they have
+        without this option. Each call rounds the weights again, and a backward pass keeps them.
+        False by default: merging then rounds away a part of what was trained.
       rngs: source of A, from its stream "params".
 
     Raises:
@@ -80,6 +86,7 @@ def add_lora(
     if not isinstance(rngs, nnx.Rngs):  # which `check_kind` would take for an array
         raise TypeError(f"rngs: expected nnx.Rngs, such as nnx.Rngs(0); got {type(rngs).__name__}")
     check_size("rank", rank)
+    check_kind("merge_aware", merge_aware, bool)
     alpha, dtype = check_alpha(rank if alpha is None else alpha), check_dtype(dtype)
     chosen = choose_layers(model, targets)
     adapted = [layer.name for layer in chosen if layer.pair is not None]
@@ -94,7 +101,7 @@ def add_lora(
         *lead, n, k = layer.shape
         bound = k**-0.5
         a = jax.random.uniform(rngs.params(), (*lead, rank, k), dtype, -bound, bound)
-        layer.put(a, jnp.zeros((*lead, n, rank), dtype), alpha)
+        layer.put(a, jnp.zeros((*lead, n, rank), dtype), alpha, merge_aware=merge_aware)
 
 
 def check_alpha(alpha: float) -> float:

@@ -62,7 +62,7 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
 
-class _Matrices(NamedTuple):
+class AdapterMatrices(NamedTuple):
     """The matrices of one adapter, as `Adaptable.put` takes them."""
 
     a: np.ndarray
@@ -206,7 +206,11 @@ def _rank_and_alpha(layer) -> tuple[int, float]:
 
 
 def load_lora(
-    model: nnx.Module, folder: str | pathlib.Path, *, dtype: DTypeLike = jnp.float32
+    model: nnx.Module,
+    folder: str | pathlib.Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    merge_aware: bool = False,
 ) -> None:
     """Add the adapters of a folder that `save_lora` or PEFT wrote to a model, in place.
 
@@ -218,6 +222,8 @@ def load_lora(
       folder: folder with ``adapter_config.json`` and ``adapter_model.safetensors``. A leading ``~``
         is expanded.
       dtype: dtype of A and B, float32 by default.
+      merge_aware: as for `add_lora`; False by default. The files do not say how adapters were
+        trained.
 
     Raises:
       ValueError: the model has adapters already, or `place_model` has moved experts that have some
@@ -242,7 +248,8 @@ def load_lora(
     Source: as for `save_lora`.
     """
     check_kind("model", model, nnx.Module)
-    folder, dtype = expand_home(folder), check_dtype(dtype)
+    dtype = check_dtype(dtype)
+    check_kind("merge_aware", merge_aware, bool)
     layers = find_adaptable(model)
     adapted = [layer.name for layer in layers if layer.pair is not None]
     if adapted:
@@ -250,16 +257,34 @@ def load_lora(
             f"model: expected a model without adapters; {adapted[0]} and {len(adapted) - 1} other "
             "layers have one. Load the model again"
         )
+    found = read_adapters(layers, folder)
+    for layer, _ in found:
+        layer.check()
+    for layer, (a, b, alpha) in found:
+        matrices = np.asarray(a, dtype), np.asarray(b, dtype)
+        layer.put(*matrices, alpha, merge_aware=merge_aware)
+
+
+def read_adapters(
+    layers: Sequence[Adaptable], folder: str | pathlib.Path
+) -> list[tuple[Adaptable, AdapterMatrices]]:
+    """Return the layers that have an adapter in a folder, and the matrices of each.
+
+    Args:
+      layers: all layers of a model that can have an adapter.
+      folder: as for `load_lora`.
+
+    Raises:
+      CheckpointError: as for `load_lora`.
+    """
+    folder = expand_home(folder)
     config, problems = read_json(folder, CONFIG), Problems()
     problems += _find_unsupported(config)
     stored = _read_tensors(folder, problems)
     problems.finish(printable(folder))
     found = _find_matrices(_Names(layers, config), stored, problems)
     problems.finish(printable(folder))
-    for layer, _ in found:
-        layer.check()
-    for layer, (a, b, alpha) in found:
-        layer.put(np.asarray(a, dtype), np.asarray(b, dtype), alpha)
+    return found
 
 
 def _find_unsupported(config) -> Iterable[str]:
@@ -392,9 +417,9 @@ def _plain(name: str) -> str:
     return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
 
 
-def _find_matrices(names: _Names, stored, problems) -> list[tuple[Adaptable, _Matrices]]:
+def _find_matrices(names: _Names, stored, problems) -> list[tuple[Adaptable, AdapterMatrices]]:
     """Return the layer and the matrices of each adapter; note those without a layer."""
-    found: list[tuple[Adaptable, _Matrices]] = []
+    found: list[tuple[Adaptable, AdapterMatrices]] = []
     single: dict[tuple[str, str], dict[int, Any]] = {}
     for key, pair in stored.items():
         name = _plain(key)
@@ -419,7 +444,7 @@ def _find_matrices(names: _Names, stored, problems) -> list[tuple[Adaptable, _Ma
     return found
 
 
-def _of_layer(names: _Names, layer: Adaptable, key, pair) -> _Matrices:
+def _of_layer(names: _Names, layer: Adaptable, key, pair) -> AdapterMatrices:
     """Return the matrices of an adapter in the order of this package.
 
     Raises:
@@ -439,7 +464,7 @@ def _of_layer(names: _Names, layer: Adaptable, key, pair) -> _Matrices:
         a, b = a.reshape(e, rank, k), b.reshape(n, rank, e).transpose(2, 0, 1)
         a, b = _swap(a, b) if layer.swapped else (a, b)
         b = _gates_first(layer, b)
-    return _Matrices(a, b, names.scale(layer.name, rank) * rank)
+    return AdapterMatrices(a, b, names.scale(layer.name, rank) * rank)
 
 
 def _gates_first(layer: Adaptable, b):
@@ -447,7 +472,9 @@ def _gates_first(layer: Adaptable, b):
     return np.concatenate([b[:, 0::2], b[:, 1::2]], axis=1) if layer.interleaved else b
 
 
-def _join_experts(names: _Names, experts, projections) -> Iterable[tuple[Adaptable, _Matrices]]:
+def _join_experts(
+    names: _Names, experts, projections
+) -> Iterable[tuple[Adaptable, AdapterMatrices]]:
     """Yield the joined adapters of single experts.
 
     Args:
@@ -469,7 +496,7 @@ def _join_experts(names: _Names, experts, projections) -> Iterable[tuple[Adaptab
         yield layer, _stack(layer, experts, own)
 
 
-def _stack(layer: Adaptable, experts, projections) -> _Matrices:
+def _stack(layer: Adaptable, experts, projections) -> AdapterMatrices:
     """Return the matrices of all experts, with the ranks of gate and up one after the other."""
     e, n, k = layer.shape
     wanted = ("gate_proj", "up_proj") if layer.name.endswith("gate_up_proj") else (*projections,)
@@ -492,4 +519,4 @@ def _stack(layer: Adaptable, experts, projections) -> _Matrices:
     for index, part in enumerate(parts):
         rows, columns = (slice(index * size, (index + 1) * size) for size in (width, rank))
         b[:, rows, columns] = np.stack([b for _, b, _ in part])
-    return _Matrices(a, b, scale * a.shape[1])
+    return AdapterMatrices(a, b, scale * a.shape[1])

@@ -21,9 +21,12 @@ SIGNATURES = {
     "top_p=1.0, stop_ids=None, key=None, draft=None, draft_tokens='auto', prefill_chunk=None",
     "save": "folder, module, *, overwrite=False",
     "restore": "folder, like",
-    "add_lora": "model, rank, *, targets='mixers', alpha=None, dtype=float32, rngs",
+    "add_lora": "model, rank, *, targets='mixers', alpha=None, dtype=float32, "
+    "merge_aware=False, rngs",
     "save_lora": "model, folder",
-    "load_lora": "model, folder, *, dtype=float32",
+    "load_lora": "model, folder, *, dtype=float32, merge_aware=False",
+    "merge_lora": "model",
+    "merge_model": "source, adapters, destination, *, shard_bytes=5000000000",
     "load_tokenizer": "folder",
     "quantize_experts": "gate, up, down, *, algorithm='max', interleaved=False, gate_up_bias=None, "
     "down_bias=None, gate_up_input_scale=None, down_input_scale=None",

@@ -27,8 +27,8 @@ ROWS = (
     {"nn"},
     {"figures", "models", "testing"},
     {"inference"},
-    {"training"},
     {"quantization"},
+    {"training"},
     {"cli"},
     {"__main__", "examples"},
 )

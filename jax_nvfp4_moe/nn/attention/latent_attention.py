@@ -25,6 +25,7 @@ from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.lora import LoRA
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.packing import is_unpacked, pack_like, unpack
+from jax_nvfp4_moe.numerics.changed_weights import add_rounded
 from jax_nvfp4_moe.numerics.query_growth import grow
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.cache import append
@@ -33,7 +34,7 @@ from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values, multiply_heads
 from jax_nvfp4_moe.ops.latents import prepare_latents, rotate_key
-from jax_nvfp4_moe.ops.low_rank import LowRank
+from jax_nvfp4_moe.ops.low_rank import LowRank, product_of
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.sharded_variable import find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -118,20 +119,37 @@ class HeadMatrices(nnx.Module):
         self.keys, self.values = nnx.Param(keys), nnx.Param(values)
 
     def read(self) -> tuple[Array, ...]:
-        """Return `keys` and `values`, and the parts of the adapter's B for them if there is one."""
-        matrices = self.keys.get_value(), self.values.get_value()
-        return matrices if self.adapter is None else (*matrices, *self._split(self._pair().b))
+        """Return `matrices`, and the parts of B for them if the adapter adds products."""
+        if not self._adds():
+            return self.matrices()
+        return (*self.matrices(), *self._split(self._pair().b))
+
+    def matrices(self) -> tuple[Array, Array]:
+        """Return `keys` and `values`, to which an adapter that is `merge_aware` is added."""
+        keys, values = self.keys.get_value(), self.values.get_value()
+        if self.adapter is None or self._adds():
+            return keys, values
+        changes = self._split(product_of(self._pair()))
+        pairs = zip((keys, values), changes, strict=True)
+        keys, values = (_add_straight_through(*pair) for pair in pairs)
+        return keys, values
+
+    def merge(self) -> None:
+        """Add the product of the adapter to `keys` and `values`; each sum is rounded once."""
+        changes = self._split(product_of(self._pair()))
+        for variable, change in zip((self.keys, self.values), changes, strict=True):
+            variable.set_value(add_rounded(variable.get_value(), change))
 
     def reduce(self, latent: Float[Array, "... rank"]) -> Float[Array, "... r"] | None:
-        """Return the product of latents with the adapter's A, or None without an adapter."""
-        if self.adapter is None:
+        """Return the product of latents with the adapter's A, or None if none is added."""
+        if not self._adds():
             return None
         pair = self._pair()
         return (pair.scale * dense(latent, pair.a.astype(latent.dtype))).astype(latent.dtype)
 
     def absorb(self, q: Float[Array, "b t n w"], absorbed: Float[Array, "b t n d"]):
         """Add the product of queries `q` with the adapter of `keys` to those in latent space."""
-        if self.adapter is None:
+        if not self._adds():
             return absorbed
         pair, (beside, _) = self._pair(), self._split(self._pair().b)
         plain = q[..., : beside.shape[1]]
@@ -148,6 +166,10 @@ class HeadMatrices(nnx.Module):
         _, beside = self._split(self._pair().b)
         return expanded + multiply_heads(inner, beside.astype(y.dtype), contracted=2)
 
+    def _adds(self) -> bool:
+        """Return whether there is an adapter whose products are added to those of the matrices."""
+        return self.adapter is not None and not self._pair().rounded
+
     def _pair(self) -> LowRank:
         """Return the matrices of the adapter."""
         assert self.adapter is not None
@@ -158,6 +180,13 @@ class HeadMatrices(nnx.Module):
         """Return the rows of `b` that belong to `keys`, and those that belong to `values`."""
         heads, width, _ = self.keys.get_value().shape
         return jnp.split(b.reshape(heads, -1, b.shape[-1]), [width], axis=1)
+
+
+def _add_straight_through(weight, change):
+    """Return ``round(weight + change)``, with the gradient to `change` of the sum itself."""
+    still = lax.stop_gradient(change)
+    rounded = lax.stop_gradient(add_rounded(weight, still))
+    return rounded + (change - still).astype(weight.dtype)
 
 
 class LatentAttention(HeadParallel):
@@ -356,7 +385,7 @@ class LatentAttention(HeadParallel):
 
     def _attend_to_latents(self, up: HeadMatrices, q, latent, positions, chosen):
         """Attend to the latents, which serve as the one key head and value head of all queries."""
-        config, keys = self.config, up.keys.get_value()
+        config, (keys, values) = self.config, up.matrices()
         options = {"rope": config.rope, "interleaved": config.interleaved, "target": self.target}
         q = up.absorb(q, absorb_queries(q, keys, positions, **options))
         scale, rank = config.scale, config.kv_lora_rank
@@ -365,7 +394,7 @@ class LatentAttention(HeadParallel):
             y = attention(q, latent, None, positions, **options)
         else:
             y = attend_to_chosen(q, latent, latent, positions, chosen, scale=scale)[..., :rank]
-        return up.expand(y, expand_values(y, up.values.get_value(), target=self.target))
+        return up.expand(y, expand_values(y, values, target=self.target))
 
     def _expand(self, seen, keys, values, *beside):
         """Expand cache entries ``[b, 1, s, d]`` to keys and values of the heads of two matrices.

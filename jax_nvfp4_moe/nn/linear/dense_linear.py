@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter
+from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter, weight_with_adapters
 from jax_nvfp4_moe.nn.variables import read_bias
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.scheme import Target
@@ -67,12 +67,16 @@ class DenseLinear(nnx.Module):
 
     def _multiply(self, x, dtype):
         """Return the result of a call in `dtype`."""
+        y = self.multiply_by(weight_with_adapters(self, self.adapter), x, dtype)
+        return add_adapter(self, x, y)
+
+    def multiply_by(self, weight: Float[Array, "n k"], x: Float[Array, "... k"], dtype):
+        """Do what a call does without an adapter, with another weight and in another dtype."""
         record(self, x)
-        y = dense(
+        return dense(
             x.astype(self.dtype),
-            self.weight.get_value(),
+            weight,
             bias=read_bias(self),
             target=self.target,
             dtype=dtype,
         )
-        return add_adapter(self, x, y)

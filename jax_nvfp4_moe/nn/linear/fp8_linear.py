@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter
+from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter, weight_with_adapters
 from jax_nvfp4_moe.nn.variables import NVFP4Param, read_bias, read_value
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.dense import dense_fp8
@@ -121,10 +121,15 @@ class FP8Linear(nnx.Module):
 
     def _multiply(self, x, dtype):
         """Return the result of a call in `dtype`."""
+        y = self.multiply_by(weight_with_adapters(self, self.adapter), x, dtype)
+        return add_adapter(self, x, y)
+
+    def multiply_by(self, weight: FP8Tensor, x: Float[Array, "... k"], dtype):
+        """Do what a call does without an adapter, with another weight and in another dtype."""
         record(self, x)
-        y = dense_fp8(
+        return dense_fp8(
             x.astype(self.dtype),
-            self.weight.get_value(),
+            weight,
             activations=self.activations,
             input_scale=read_value(self.input_scale),
             multiply_by_reciprocal=self.multiply_by_reciprocal,
@@ -132,4 +137,3 @@ class FP8Linear(nnx.Module):
             target=self.target,
             dtype=dtype,
         )
-        return add_adapter(self, x, y)

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter
+from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter, weight_with_adapters
 from jax_nvfp4_moe.nn.random_weights import check_rngs, random_tensor
 from jax_nvfp4_moe.nn.variables import NVFP4Param, read_bias, read_value, wrap_scale, wrap_value
 from jax_nvfp4_moe.numerics.arguments import as_array, check_kind, check_shape, check_size
@@ -202,15 +202,19 @@ class NVFP4Linear(nnx.Module):
           ValueError: the last axis of `x` has another size than k.
         """
         check_kind("x", x, Float[Array, "... k"])
+        y = self.multiply_by(weight_with_adapters(self, self.adapter), x, self.dtype)
+        return add_adapter(self, x, y)
+
+    def multiply_by(self, weight: NVFP4Tensor, x: Float[Array, "... k"], dtype):
+        """Do what a call does without an adapter, with another weight and in another dtype."""
         record(self, x)
-        y = linear(
+        return linear(
             x.astype(self.dtype),
-            self.weight.get_value(),
+            weight,
             input_scale=read_value(self.input_scale),
             bias=read_bias(self),
             plan=self.plan,
-        )
-        return add_adapter(self, x, y)
+        ).astype(dtype)
 
     def set_input_scale(
         self, scale: Float[Array, "..."], *, scheme: Scheme | str | None = None

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.linear.dense_linear import DenseLinear
 from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
-from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter
+from jax_nvfp4_moe.nn.linear.lora import LoRA, add_adapter, weight_with_adapters
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.nn.variables import NVFP4Param
 
@@ -42,8 +42,10 @@ class ScaledLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Multiply the channels of `x` by their scales, and run the layer."""
-        scale = jnp.expand_dims(self.scale.get_value(), range(x.ndim - 1))
-        return add_adapter(self, x, self.linear(x.astype(self.dtype) * scale))
+        scale = self.scale.get_value()
+        weight = weight_with_adapters(self.linear, self.adapter, scale)
+        scaled = x.astype(self.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
+        return add_adapter(self, x, self.linear.multiply_by(weight, scaled, self.dtype))
 
     @property
     def dtype(self) -> jnp.dtype:

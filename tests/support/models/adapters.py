@@ -17,11 +17,11 @@ def load(folder, **how):
     return load_model(folder, **{**HOW, **how})
 
 
-def adapted(model, rank=16, seed=0):
+def adapted(model, rank=16, seed=0, **how):
     """Add an adapter to every layer of a model that can have one, and return the model."""
     groups = {layer.group for layer in find_adaptable(model)}
     others = [group for group in (MLPS, EXPERTS) if group in groups]
-    add_lora(model, rank, targets=["mixers", *others], rngs=nnx.Rngs(seed))
+    add_lora(model, rank, targets=["mixers", *others], rngs=nnx.Rngs(seed), **how)
     return model
 
 
@@ -31,7 +31,8 @@ def fill(model, seed=0):
     for layer in find_adaptable(model):
         if layer.pair is not None:
             a, b = layer.take()
-            layer.put(a, rng.normal(0, 0.3, b.shape).astype(np.float32), layer.pair.alpha)
+            b = rng.normal(0, 0.3, b.shape).astype(np.float32)
+            layer.put(a, b, layer.pair.alpha, merge_aware=layer.pair.merge_aware)
 
 
 def loss(model, ids):
