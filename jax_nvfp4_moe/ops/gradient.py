@@ -26,6 +26,7 @@ from jax_nvfp4_moe.numerics.varying import vary_like, vary_together
 from jax_nvfp4_moe.ops.experts.meaning import (
     CHUNK_ROWS,
     by_chunks,
+    find_groups,
     group_bounds,
     round_to,
     sort_slots,
@@ -265,8 +266,9 @@ def sum_groups(rows, group_sizes, num_groups: int):
     tile_rows = max(1, min(_SUM_ROWS, m // max(num_groups, 1)))
     starts, ends = group_bounds(group_sizes, m)
     last_tiles = jnp.cumsum((ends - starts + tile_rows - 1) // tile_rows)
-    tile = jnp.arange(m // tile_rows + num_groups, dtype=last_tiles.dtype)
-    own = jnp.searchsorted(last_tiles, tile, side="right")  # num_groups for tiles of no group
+    tiles = m // tile_rows + num_groups
+    tile = jnp.arange(tiles, dtype=last_tiles.dtype)
+    own = find_groups(last_tiles, tiles)  # num_groups for tiles of no group
     group = jnp.minimum(own, num_groups - 1)
     before = jnp.concatenate([jnp.zeros(1, last_tiles.dtype), last_tiles[:-1]])
     first = starts[group] + (tile - before[group]) * tile_rows

@@ -22,6 +22,7 @@ from jax_nvfp4_moe.numerics.changed_weights import add_rounded
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.dense import precision_for
+from jax_nvfp4_moe.ops.experts.meaning import find_groups
 
 _BLOCK = 64  # the most rows of one expert that are multiplied at once
 
@@ -172,7 +173,7 @@ def grouped_low_rank(
     last_blocks = jnp.cumsum(-(-slots.sizes // size))
     starts, first_blocks = ends - slots.sizes, last_blocks - -(-slots.sizes // size)
     block = jnp.arange(count, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.searchsorted(last_blocks, block, side="right"), e - 1)
+    owner = jnp.minimum(find_groups(last_blocks, count), e - 1)
     first = starts[owner] + (block - first_blocks[owner]) * size
     taken = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     own = (taken < ends[owner][:, None])[..., None]

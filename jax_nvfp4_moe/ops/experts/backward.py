@@ -32,6 +32,7 @@ from jax_nvfp4_moe.numerics.layouts import LAYOUTS
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.numerics.varying import vary_like
 from jax_nvfp4_moe.ops.experts.meaning import (
+    find_groups,
     group_bounds,
     round_activations,
     round_to,
@@ -149,7 +150,7 @@ def _chunk_bars(how, params, given):
     slots, sizes = slots[: tokens * top_k], ends - starts
     place = jnp.arange(tokens * top_k, dtype=jnp.int32)
     alive, token = (place < ends[-1])[:, None], slots // top_k
-    owner = jnp.minimum(jnp.searchsorted(ends, place, side="right"), e - 1)
+    owner = jnp.minimum(find_groups(ends, tokens * top_k), e - 1)
     weight = jnp.where(alive, expert_weights.reshape(-1)[slots][:, None], 0.0)
     # Rows of no expert come last. Products give zeros for them, and NaN in them does not spread.
     rows, bar = x[token], y_bar[token]
@@ -221,8 +222,9 @@ def fold_parts(x, weight: NVFP4Tensor, group_sizes):
     if ratio is None:
         return x, weight
     if group_sizes is not None:
-        ends = group_bounds(group_sizes, len(x))[1]
-        ratio = ratio[jnp.searchsorted(ends, jnp.arange(len(x), dtype=ends.dtype), side="right")]
+        rows = x.shape[0]
+        groups = find_groups(group_bounds(group_sizes, rows)[1], rows)
+        ratio = ratio[jnp.minimum(groups, len(ratio) - 1)]
     columns = jnp.repeat(ratio, x.shape[1] // ratio.shape[1], axis=1)
     x = (x.astype(jnp.float32) * columns).astype(x.dtype)
     return x, dataclasses.replace(weight, global_scale=scale, global_divisor=None)

@@ -245,6 +245,20 @@ def visit_each(starts, ends, visit, carry):
     return lax.fori_loop(0, count, lambda i, carry: visit(visited[i], carry), carry)
 
 
+def find_groups(ends, count: int):
+    """Return the group of each of `count` sorted rows, int32.
+
+    For rows of no group it is the number of groups.
+    `jnp.searchsorted` fails in a `jax.shard_map` over some axes of a mesh with Explicit axes.
+
+    Args:
+      ends: integers ``[e]``, the row after the last one of each group.
+      count: number of rows.
+    """
+    row = jnp.arange(count, dtype=ends.dtype)
+    return jnp.sum(ends[None] <= row[:, None], axis=1, dtype=jnp.int32)
+
+
 @functools.partial(jax.jit, inline=True, static_argnames=("scheme",))
 def grouped_gemm(x, weight, group_sizes, input_scale, bias, *, scheme):
     """Multiply each row by the weight of its group; `ops.grouped_gemm` describes the result."""
