@@ -121,10 +121,10 @@ class FP8Linear(nnx.Module):
 
     def _multiply(self, x, dtype):
         """Return the result of a call in `dtype`."""
-        y = self.multiply_by(weight_with_adapters(self, self.adapter), x, dtype)
+        y = self._multiply_by(weight_with_adapters(self, self.adapter), x, dtype)
         return add_adapter(self, x, y)
 
-    def multiply_by(self, weight: FP8Tensor, x: Float[Array, "... k"], dtype):
+    def _multiply_by(self, weight: FP8Tensor, x: Float[Array, "... k"], dtype):
         """Do what a call does without an adapter, with another weight and in another dtype."""
         record(self, x)
         return dense_fp8(

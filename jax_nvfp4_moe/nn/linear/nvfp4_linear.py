@@ -202,10 +202,10 @@ class NVFP4Linear(nnx.Module):
           ValueError: the last axis of `x` has another size than k.
         """
         check_kind("x", x, Float[Array, "... k"])
-        y = self.multiply_by(weight_with_adapters(self, self.adapter), x, self.dtype)
+        y = self._multiply_by(weight_with_adapters(self, self.adapter), x, self.dtype)
         return add_adapter(self, x, y)
 
-    def multiply_by(self, weight: NVFP4Tensor, x: Float[Array, "... k"], dtype):
+    def _multiply_by(self, weight: NVFP4Tensor, x: Float[Array, "... k"], dtype):
         """Do what a call does without an adapter, with another weight and in another dtype."""
         record(self, x)
         return linear(

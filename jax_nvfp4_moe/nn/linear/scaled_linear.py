@@ -45,7 +45,7 @@ class ScaledLinear(nnx.Module):
         scale = self.scale.get_value()
         weight = weight_with_adapters(self.linear, self.adapter, scale)
         scaled = x.astype(self.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
-        return add_adapter(self, x, self.linear.multiply_by(weight, scaled, self.dtype))
+        return add_adapter(self, x, self.linear._multiply_by(weight, scaled, self.dtype))
 
     @property
     def dtype(self) -> jnp.dtype:
