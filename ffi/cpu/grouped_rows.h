@@ -1,9 +1,10 @@
 // A product of rows that are sorted by expert, each with a matrix of its expert, in rounds.
 //
-// A round takes as many rows as the workspace holds. It has these phases (phases.h):
-//   route     finds blocks of rows from the prefix sums of group_sizes
-//   prepare   converts rows of x to the format of the kernels; rows of no expert become zeros in y
-//   multiply  for each (row block, columns of y): what the derived class computes
+// A round takes as many rows as the workspace holds. Its phases (phases.h) are these.
+//
+// `route` finds blocks of rows from the prefix sums of group_sizes. `prepare` converts rows of x to
+// the format of the kernels, and writes zeros to y for rows of no expert. `multiply` does what the
+// derived class computes, for each block of rows and each part of the columns of y.
 #pragma once
 
 #include <algorithm>

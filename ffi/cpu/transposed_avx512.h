@@ -6,10 +6,9 @@
 // The words of the layout give the columns 2 j and 2 j + 1 of 16 rows n, one row in each lane. A
 // shift or a mask makes float32 of one column.
 //
-//   few rows   the 16 rows n of x are multiplied by the block scales once for 16 columns; codes are
-//              multiplied unscaled
-//   bfloat16   two groups of 16 rows n make the pairs that vdpbf16ps adds, also in x
-//   otherwise  panels of float32
+// With few rows, block scales multiply the 16 rows n of x, once for 16 columns. Codes then stay
+// unscaled. In bfloat16, two groups of 16 rows n make the pairs that vdpbf16ps adds, also in x.
+// Otherwise panels are float32.
 namespace nvfp4::cpu {
 namespace {
 

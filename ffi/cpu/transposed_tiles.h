@@ -7,15 +7,11 @@
 // which is used for every row of x. A panel has four parts of four columns. A part has the four
 // vectors of its columns for the first rows n, then those for the next rows n, and so on.
 //
-// An instruction set describes its vectors by a Unit:
-//
-//   Vector                        a vector of a panel or of x
-//   kValueBytes                   bytes of a value of x
-//   kRows                         rows of x whose sums, four vectors each, fill the registers
-//   CountVectors(groups)          vectors of a column for so many groups of 16 rows n
-//   Unpack(weights, block, first, groups, panel)
-//   MultiplyAdd(w, x, sum)
-//   AddSums(sums, out)            out[c] += the lanes of sums[c], for four columns
+// An instruction set describes its vectors by a Unit. Vector is a vector of a panel or of x, and
+// kValueBytes are the bytes of a value of x. The sums of kRows rows of x, four vectors each, fill
+// the registers. CountVectors tells how many vectors a column has for so many groups of 16 rows n.
+// Unpack fills a panel, and MultiplyAdd adds a product to a sum. AddSums adds the lanes of sums[c]
+// to out[c], for four columns.
 namespace nvfp4::cpu {
 namespace {
 
@@ -23,10 +19,11 @@ constexpr int64_t kTileColumns = 4;
 constexpr int64_t kPanelGroups = 64;  // of 16 rows n: a panel has 64 KiB of float32
 constexpr int64_t kGroupsAhead = 8;   // how many groups ahead codes are prefetched
 
-// Prefetches what is read after block `block` of a group: the same block of a later group to the
-// first-level cache, and blocks of the next kBlocksTogether to the second-level cache. These are
-// read along the groups, but are contiguous along the blocks, and memory is far faster if it is
-// read as it lies. GCC removes calls of a function that only prefetches, unless it must be inlined.
+// Prefetches what is read after block `block` of a group. The same block of a later group goes to
+// the first-level cache, and blocks of the next kBlocksTogether go to the second-level cache.
+// Blocks are read along the groups, but are contiguous along the blocks. Memory is far faster if it
+// is read as it lies. GCC removes calls of a function that only prefetches, unless it must be
+// inlined.
 __attribute__((always_inline)) inline void PrefetchColumns(const WeightColumns& weights,
                                                            int64_t block, int64_t group) {
   const int64_t near = group + kGroupsAhead;

@@ -27,8 +27,8 @@ CPU = jax.devices("cpu")[0]
 isas = pytest.mark.parametrize("isa", ISAS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
-# As PRODUCTS: each number of rows that a tile of a kernel can have and the next one, weights of an
-# odd number of groups of 16 rows, of more groups than a panel has, and of rows that are padded.
+# As PRODUCTS. Tiles of a kernel have each possible number of rows, and one more. Weights have odd
+# numbers of groups of 16 rows, more groups than a panel, and rows that are padded.
 CASES = PRODUCTS | {
     "each_height": (tuple(range(14)), sum(range(14)), 48, 32),
     "blocks_of_rows": ((260, 0, 300), 560, 80, 16),

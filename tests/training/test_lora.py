@@ -181,8 +181,13 @@ def test_alpha_is_divided_by_the_rank():
     nvfp4.add_lora(linear, 4, targets="linear", alpha=6, rngs=nnx.Rngs(0))
     fill(linear)
     pair = linear.adapter.linear
-    want = before + 6 / 4 * x @ np.asarray(pair.a[...]).T @ np.asarray(pair.b[...]).T
-    np.testing.assert_allclose(linear(x), want, rtol=1e-5, atol=1e-5)
+    a, b = (np.asarray(part[...], np.float64) for part in (pair.a, pair.b))
+    error = np.abs(linear(x) - (before + 6 / 4 * x @ a.T @ b.T))
+    # The two products have 32 + 4 additions. Each of them, the scale and the sum round by half of
+    # 2^-23 of the sum of magnitudes at most.
+    bound = (32 + 4 + 2) * 2**-24 * (6 / 4 * np.abs(x) @ np.abs(a).T @ np.abs(b).T + np.abs(before))
+    assert (error <= bound).all()
+    assert (np.abs(x @ a.T @ b.T) > 4 * bound).any()  # another scale would be seen
 
 
 class Own(nnx.Module):
