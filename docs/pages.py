@@ -22,30 +22,29 @@ import jax_nvfp4_moe
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = jax_nvfp4_moe.__name__
-# The guides, in the order in which a new user needs them.
-GUIDES = tuple(
-    f"docs/guides/{name}.md"
-    for name in (
+# The sections of the site, with their guides in the order in which a new user needs them.
+SECTIONS = {
+    "Start": (),
+    "How-to": (
         "load",
+        "drafting",
         "schemes",
         "flax_models",
         "in_your_jax_project",
         "quantize",
-        "drafting",
         "evaluate",
         "fine_tune",
         "save",
         "several_gpus",
         "several_hosts",
-        "hardware",
-        "performance",
-        "accuracy",
-        "how_it_works",
-        "architecture",
-        "build",
-        "where_time_goes",
-    )
-)
+    ),
+    "Support": ("hardware",),
+    "Performance": ("performance",),
+    "Accuracy": ("accuracy",),
+    "Help": (),
+    "Developers": ("how_it_works", "architecture", "build", "where_time_goes"),
+}
+GUIDES = tuple(f"docs/guides/{name}.md" for names in SECTIONS.values() for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,15 +326,14 @@ def write(folder: pathlib.Path) -> None:
         found += linked(text, os.path.dirname(path))
     own = [path for path in dict.fromkeys(found) if path not in (*notebooks, *guides)]
     pages = {f"{name}.md": text for name, text in chapters.items()} | guides
-    pages["index.md"] = home + "".join(
-        _contents(title, listed)
-        for title, listed in (
-            ("Guides", guides),
-            ("Notebooks", [path.replace(".ipynb", ".md") for path in notebooks]),
-            ("Reference", chapters),
-            ("Project", [path for path in own if path.endswith(".md")]),
-        )
-    )
+    sections = {
+        title: [f"docs/guides/{name}.md" for name in names] for title, names in SECTIONS.items()
+    }
+    sections["Notebooks"] = [path.replace(".ipynb", ".md") for path in notebooks]
+    sections["Reference"] = list(chapters)
+    sections["Project"] = [path for path in own if path.endswith(".md")]
+    listed = ((title, paths) for title, paths in sections.items() if paths)
+    pages["index.md"] = home + "".join(_contents(title, paths) for title, paths in listed)
     (folder / "notebooks").mkdir(parents=True)
     pages |= {path: notebook_page(ROOT / path, folder / "notebooks") for path in notebooks}
     # Links to notebooks become links to the pages of the notebooks.

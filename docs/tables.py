@@ -1,9 +1,15 @@
-"""Write the tables of the guides that the package and the tests' results decide.
+"""Write the tables and figures of README and guides that code and measurements decide.
 
-``python docs/tables.py`` replaces the text between the two comments that name a table::
+``python docs/tables.py`` replaces the text between two comments. They name a table of this module,
+of `benchmark_tables` or of ``docs/experiments.json``, or a figure of `figures`::
 
     <!-- table: refused_families -->
     <!-- end of table -->
+
+    <!-- table: experiments.steps_without_chains -->
+    <!-- end of table -->
+
+    It runs at <!-- figure: decode_qwen3_1 -->656 tokens/s<!-- end of figure --> on one H200.
 """
 
 import collections
@@ -15,6 +21,8 @@ import sys
 from collections.abc import Callable, Mapping
 
 import benchmark_tables
+import experiments
+import figures
 import measure
 
 from jax_nvfp4_moe.checkpoint.formats import config_keys
@@ -24,13 +32,15 @@ from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
 from jax_nvfp4_moe.numerics.activations import ACTIVATIONS, ALIASES
 
 GUIDES = pathlib.Path(__file__).parent / "guides"
+README = GUIDES.parents[1] / "README.md"
 _QUANTIZERS = ("nvidia-modelopt", "llmcompressor")
 # The parts of drafting layers that every file has.
 _DRAFT = ("joint", "embedding_norm", "hidden_norm", "layers", "norm")
 # What `measure` writes -> how the table shows it.
 _MEASURES = dict.fromkeys(("experts", "blocks", "logits", "decoding"), "{:.1e}")
 _MEASURES |= {"bfloat16": "{:.2f}", "gpu": "{:.2f}", "mesh": "{:.1e}"}
-_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- table: ([\w.]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end of figure -->)", re.DOTALL)
 
 
 def families() -> str:
@@ -139,18 +149,26 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "checkpoints": checkpoints,
     "drafting": drafting,
     **benchmark_tables.TABLES,
+    **experiments.tables(),
 }
 
 
 def with_tables(text: str) -> str:
-    """Return the Markdown of a guide with its tables as they are now.
+    """Return the Markdown of a page with its tables and figures as they are now.
 
     Raises:
-      KeyError: the guide names a table that is not one of `TABLES`.
+      KeyError: the page names a table that is not in `TABLES`, or a figure that is not in
+        `figures.FIGURES`.
     """
-    return _PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], text)
+    text = _PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], text)
+    return _FIGURE.sub(lambda place: place[1] + figures.FIGURES[place[2]]() + place[3], text)
+
+
+def pages() -> list[pathlib.Path]:
+    """Return README and the guides."""
+    return [README, *sorted(GUIDES.glob("*.md"))]
 
 
 if __name__ == "__main__":
-    for path in sorted(GUIDES.glob("*.md")):
+    for path in pages():
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

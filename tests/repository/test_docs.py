@@ -82,7 +82,7 @@ def test_pictures_are_those_that_the_script_draws(draw):
 
 
 def test_tables_of_the_guides_are_those_that_the_script_writes():
-    texts = [path.read_text(encoding="utf-8") for path in tables.GUIDES.glob("*.md")]
+    texts = [path.read_text(encoding="utf-8") for path in tables.pages()]
     assert [tables.with_tables(text) for text in texts] == texts
     for name in tables.TABLES:
         assert sum(f"<!-- table: {name} -->" in text for text in texts) == 1
