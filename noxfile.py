@@ -85,6 +85,15 @@ def docs(session):
 
 
 @nox.session
+def site(session):
+    """Build the documentation, and check its links, titles and widths; needs Chromium."""
+    docs(session)
+    _python(session, "docs/check_site.py")
+    # Its own tests, which show that it finds faults.
+    _test(session, "--must-run", "chromium", "tests/repository/test_check_site.py")
+
+
+@nox.session
 def smoke(session):
     """Run the tests of the fast gate."""
     _test(session, "-m", "not slow and not notebook", *SMOKE)

@@ -3,17 +3,41 @@
 import pathlib
 import re
 import tomllib
+import urllib.parse
 
+import elsewhere
+from docutils import nodes
 from sphinx.util import inspect
 
-project = "jax_nvfp4_moe"
-release = tomllib.loads(
+_PROJECT = tomllib.loads(
     (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-)["project"]["version"]
+)["project"]
+
+
+def _repository(address):
+    """Return the theme's options that link to the repository, or none for a placeholder."""
+    if urllib.parse.urlsplit(address).hostname.endswith(".invalid"):
+        return {}
+    return {"repository_url": address, "use_repository_button": True}
+
+
+project = "jax_nvfp4_moe"
+release = _PROJECT["version"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+smartquotes = (
+    False  # commands and options keep their hyphens and quotes, in whatever text they stand
+)
 html_theme = "sphinx_book_theme"  # the theme of JAX and Flax; it loads nothing from other sites
+html_theme_options = {
+    "footer_content_items": [],  # by default an author and a copyright, which stand in LICENSE
+    "navbar_persistent": [],  # by default a second field for searches
+    **_repository(_PROJECT["urls"]["Repository"]),
+}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = f"{project} {release}"
 html_show_copyright = False
+html_use_index = False  # the overview of the reference has all names, with what they do
 html_show_sourcelink = False
 
 myst_heading_anchors = 2  # links may name a section of another page
@@ -43,6 +67,15 @@ def _signature(_app, what, _name, value, _options, arguments, result):
     return _shorten(arguments), _shorten(result)
 
 
+def _drop_mail(_app, document):
+    """Turn links to mail addresses into text: docutils takes ``owner/model@revision`` for one."""
+    for link in [*document.findall(nodes.reference)]:
+        if link.get("refuri", "").startswith("mailto:"):
+            link.replace_self(nodes.Text(link.astext()))
+
+
 def setup(app):
-    """Connect `_signature` to Sphinx."""
+    """Connect the functions of this file and of `elsewhere` to Sphinx."""
     app.connect("autodoc-process-signature", _signature)
+    app.connect("doctree-read", _drop_mail)
+    app.connect("missing-reference", elsewhere.resolve)

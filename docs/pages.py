@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax_nvfp4_moe
+from jax_nvfp4_moe.ops.records import RECORDS
+from jax_nvfp4_moe.scheme import Problem, Scheme, Target
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = jax_nvfp4_moe.__name__
@@ -56,7 +58,8 @@ class Page:
       text: its first paragraph.
       units: modules or subpackages. The page has the names that the top level exports from them.
       whole: modules whose public names are all on the page. A missing module is skipped.
-      more: further names, as paths in the package.
+      more: further names, as paths in the package. A name is left out if its module needs a package
+        that is not installed.
     """
 
     title: str
@@ -79,11 +82,17 @@ PAGES = {
         ),
         ("nn.saving.saved_folder",),
         (
+            "inference.tokenizer.Tokenizer",
+            "inference.conversation.Conversation",
             "models.decoder.Decoder",
             "models.decoder.Cache",
             "models.scores.TokenScores",
-            "inference.tokenizer.Tokenizer",
         ),
+    ),
+    "export": Page(
+        "Export",
+        "Write compiled programs of models and layers with `jax.export`, and load them again.",
+        ("inference.exporting",),
     ),
     "layers": Page(
         "Layers",
@@ -101,6 +110,7 @@ PAGES = {
             "nn.experts.routed_experts.FP8Experts",
             "nn.experts.routed_experts.UnquantizedExperts",
             "nn.experts.routed_experts.ExpertOptions",
+            "numerics.rope.Rope",
         ),
     ),
     "ops": Page(
@@ -135,32 +145,50 @@ PAGES = {
         "Checkpoints",
         "Read and write checkpoint folders, and inspect what is inside.",
         ("checkpoint", "cli.inspection"),
-        ("checkpoint.export",),
-        ("cli.inspection.inspect",),
+        more=(
+            "cli.inspection.inspect",
+            "checkpoint.safetensors.open_tensors",
+            "checkpoint.export.write_checkpoint",
+            "checkpoint.export.write_safetensors",
+            "checkpoint.export.LazyTensor",
+        ),
     ),
     "quantizing": Page(
         "Quantizing and quality",
         "Make an NVFP4 model, and measure how much accuracy it lost.",
         (
             "quantization.pipeline",
+            "quantization.casting",
             "quantization.module_calibration",
-            "quantization.calibration",
-            "numerics.rounding",
             "inference.evaluation",
-            "quantization.layer_errors",
         ),
-        (
-            "quantization.pipeline",
-            "quantization.calibration",
-            "numerics.rounding",
-            "quantization.layer_errors",
+        more=(
+            "inference.harness.HarnessModel",
+            "quantization.layer_errors.measure_errors",
+            "quantization.layer_errors.LayerErrors",
+            "numerics.rounding.Algorithm",
+            "numerics.rounding.quantize_weight",
         ),
     ),
     "parallel": Page(
         "Several devices",
-        "Expert and tensor parallelism on JAX's own runtime.",
-        ("parallel", "parallel.placement", "parallel.processes"),
-        ("parallel", "parallel.placement", "parallel.processes"),
+        "Balance experts over the devices of a mesh, and join several processes.",
+        more=(
+            "inference.balance.count_experts",
+            "inference.balance.place_model",
+            "inference.balance.device_load",
+            "parallel.placement.balance_experts",
+            "parallel.placement.Placement",
+            "parallel.placement.imbalance",
+            "parallel.processes.join",
+            "parallel.processes.make_mesh",
+            "parallel.processes.is_first",
+        ),
+    ),
+    "libraries": Page(
+        "Other libraries",
+        "Use NVFP4 weights in models that [Qwix](https://github.com/google/qwix) quantizes.",
+        more=("nn.qwix_provider.NVFP4Provider", "nn.qwix_provider.quantize_params"),
     ),
     "testing": Page(
         "Testing",
@@ -200,14 +228,33 @@ def _members(path) -> dict[str, Any]:
     return {f"{path}.{name}": value for name, value in public(module).items()}
 
 
-def _at(path) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+def _listed(paths) -> dict[str, Any]:
+    """Return names of the package and their values, without those that need a missing package."""
+    found = {}
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        try:
+            found[path] = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+        except ModuleNotFoundError as error:
+            if f"{error.name}.".startswith(f"{PACKAGE}."):
+                raise
+    return found
+
+
+def left_out(pages: Mapping[str, Page] = PAGES) -> list[str]:
+    """Return the names that pages list, and that need a package which is not installed."""
+    paths = [path for page in pages.values() for path in page.more]
+    return [path for path in paths if path not in _listed(paths)]
 
 
 def _is_in(value, unit: str) -> bool:
     """Return whether the module or subpackage `unit` defines a value."""
     return f"{value.__module__}.".startswith(f"{PACKAGE}.{unit}.")
+
+
+def _own_page(unit) -> Page:
+    """Return the page of a module that no entry lists, such as "Expert mesh"."""
+    return Page(unit.rpartition(".")[2].replace("_", " ").capitalize(), units=(unit,))
 
 
 def reference(pages: Mapping[str, Page] = PAGES) -> dict[str, tuple[Page, dict[str, Any]]]:
@@ -217,13 +264,13 @@ def reference(pages: Mapping[str, Page] = PAGES) -> dict[str, tuple[Page, dict[s
     missed = [v for v in left.values() if not any(_is_in(v, unit) for unit in units)]
     others = sorted({value.__module__.removeprefix(f"{PACKAGE}.") for value in missed})
     filled = {}
-    for key, page in {**pages, **{unit: Page(unit, units=(unit,)) for unit in others}}.items():
+    for key, page in {**pages, **{unit: _own_page(unit) for unit in others}}.items():
         names = {
             name: value
             for name, value in left.items()
             if any(_is_in(value, unit) for unit in page.units)
         }
-        for found in (*map(_members, page.whole), {path: _at(path) for path in page.more}):
+        for found in (*map(_members, page.whole), _listed(page.more)):
             seen = {id(value) for value in names.values()}
             names |= {name: value for name, value in found.items() if id(value) not in seen}
         if names:
@@ -240,11 +287,110 @@ def _directive(value) -> str:
 
 def render(page: Page, names: Mapping[str, Any]) -> str:
     """Return the Markdown of a page of the reference; autodoc fills in the names."""
-    blocks = [f"# {page.title}\n\n{page.text}\n"]
+    blocks = [f"# {page.title}\n\n{_with_links(page.text)}\n"]
     for name, value in names.items():
         directive = f".. {_directive(value)}:: {PACKAGE}.{name}"
         blocks.append(f"## {name.rpartition('.')[2]}\n\n```{{eval-rst}}\n{directive}\n```\n")
     return "\n".join(blocks)
+
+
+def _with_links(text) -> str:
+    """Return a sentence with names in backticks as references, as docstrings have them."""
+    return re.sub(r"(?<!})`([\w.]+)`", r"{py:obj}`\1`", text)
+
+
+def _link(name) -> str:
+    """Return a link to a name of the reference, which shows the last part of its path."""
+    return f"{{py:obj}}`~{PACKAGE}.{name}`"
+
+
+def _first_line(value) -> str:
+    """Return the first sentence of a docstring, for a cell of a table."""
+    words = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+    code = words.replace("``", "`").replace("|", "\\|")
+    return re.sub(r"<(\w)", r"&lt;\1", code)
+
+
+_OPS = """Each op has a definition in plain JAX, the backend `reference`, which runs on every device
+of XLA. Where the table names a kernel, that kernel runs the problems that its limits allow.
+[Supported hardware](../docs/guides/hardware.md) lists the limits, and says which kernels were
+executed, emulated or only compiled. A kernel with the remark W4A4 does not run W4A16. The columns
+8.x to 12.x are compute capabilities of NVIDIA GPUs."""
+
+
+def overview() -> str:
+    """Return the Markdown of the page with all names of the reference, one line each."""
+    blocks = [
+        "# Overview\n\nAll public names, by page. `import jax_nvfp4_moe as nvfp4` gives the names "
+        "without a module.\nThe other names come from the module in the third column.\n"
+    ]
+    for key, (page, names) in reference().items():
+        blocks.append(f"## {page.title}\n\n{_with_links(page.text)} [Full page]({key}.md).\n")
+        rows = ["| name | what it does | module |", "|---|---|---|"]
+        for name, value in names.items():
+            module = name.rpartition(".")[0]
+            cells = _link(name), _first_line(value), f"`{PACKAGE}.{module}`" if module else ""
+            rows.append(f"| {' | '.join(cells)} |")
+        blocks.append("\n".join(rows) + "\n")
+    blocks.append(f"## Ops and their kernels\n\n{_OPS}\n\n{ops_table()}")
+    return "\n".join(blocks)
+
+
+# Columns of the table of ops -> the device of each that decides.
+_DEVICES = {
+    "CPU": Target("cpu"),
+    "8.x": Target("cuda", (8, 0)),
+    "9.0": Target("cuda", (9, 0)),
+    "10.x": Target("cuda", (10, 0)),
+    "12.x": Target("cuda", (12, 0)),
+}
+# Public op -> the ops of the records that run it, where they have other names.
+_OPS_OF_RECORDS = {
+    "attention": ("attention", "latent_attention"),
+    "linear": ("grouped_gemm",),
+}
+_EQUATION = re.compile(r"``([^`]+ = [^`]+)``")
+
+
+def _equations(value) -> list[str]:
+    """Return the equations of a docstring: its first indented block, or the first inline one."""
+    text = inspect.getdoc(value).partition("\nArgs:")[0]
+    block = re.search(r"::\n\n((?:  .*\n)+)", text)
+    if block:
+        return [line.strip() for line in block[1].splitlines()]
+    return [" ".join(found.split()) for found in _EQUATION.findall(text)[:1]]
+
+
+def _kernels(ops, target) -> str:
+    """Return the records that run one of `ops` on a device with a kernel, in order."""
+    names = []
+    for record in RECORDS:
+        op = next((op for op in ops if op in record.lower), None)
+        if op is None or not record.extension or record.platform != target.platform:
+            continue
+        problems = {s: Problem(op, s, target) for s in (Scheme.W4A16, Scheme.W4A4)}
+        devices = [device for device in record.devices if device.reaches(problems[Scheme.W4A16])]
+        if devices:
+            able = [s for s, p in problems.items() if any(d.implements(p) for d in devices)]
+            names.append(f"`{record.name}`" + (" (W4A4)" if able == [Scheme.W4A4] else ""))
+    return "<br>".join(names)
+
+
+def ops_table() -> str:
+    """Return the Markdown of a table of all ops: what each computes, and its kernels by device."""
+    columns = "op", "what it computes", *_DEVICES
+    rows = [columns, ["---"] * len(columns)]
+    for name in jax_nvfp4_moe.ops.__all__:
+        value = getattr(jax_nvfp4_moe.ops, name)
+        ops = _OPS_OF_RECORDS.get(name, (name,))
+        if not any(op in record.lower for op in ops for record in RECORDS):
+            continue
+        # An equation that stands in the first sentence is not repeated.
+        first, equations = _first_line(value), _equations(value)
+        lines = [first, *(f"`{line}`" for line in equations if line not in first)]
+        kernels = (_kernels(ops, target) for target in _DEVICES.values())
+        rows.append((_link(f"ops.{name}"), "<br>".join(lines).replace(" | ", " \\| "), *kernels))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def command_line() -> str:
@@ -257,10 +403,15 @@ def command_line() -> str:
         "# Command line\n\nResults go to standard output. Everything else goes to standard error."
     ]
     for name, command in typer.main.get_command(app).commands.items():
-        blocks.append(f"\n## {name}\n\n{inspect.cleandoc(command.help or '')}\n")
+        blocks.append(f"\n## {name}\n\n{_with_code(inspect.cleandoc(command.help or ''))}\n")
         blocks.append("| argument | default | |\n|---|---|---|")
         blocks += [_row(parameter) for parameter in command.params if parameter.name != "help"]
     return "\n".join(blocks) + "\n"
+
+
+def _with_code(text) -> str:
+    """Return the help of a command as Markdown, with its options as code."""
+    return re.sub(r"(?<![\w`-])--\w[\w-]*", r"`\g<0>`", text)
 
 
 def _row(parameter) -> str:
@@ -269,7 +420,7 @@ def _row(parameter) -> str:
     spelled = ", ".join(f"`{o}`" for o in parameter.opts) if option else f"`{parameter.name}`"
     plain = parameter.default is None or isinstance(parameter.default, bool)
     default = "required" if parameter.required else "" if plain else f"`{parameter.default!r}`"
-    words = (getattr(parameter, "help", None) or "").replace("|", "\\|")
+    words = _with_code(getattr(parameter, "help", None) or "").replace("|", "\\|")
     return f"| {spelled} | {default} | {words} |"
 
 
@@ -319,7 +470,8 @@ def write(folder: pathlib.Path) -> None:
     home = _read("README.md")
     notebooks = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("notebooks/*.ipynb"))
     guides = {path: _read(path) for path in GUIDES}
-    chapters = {f"reference/{key}": render(*page) for key, page in reference().items()}
+    chapters = {"reference/overview": overview()}
+    chapters |= {f"reference/{key}": render(*page) for key, page in reference().items()}
     chapters["reference/command_line"] = command_line()
     found = [*linked(home), "CONTRIBUTING.md", "CHANGELOG.md"]
     for path, text in guides.items():

@@ -301,21 +301,16 @@ class Problem:
         object.__setattr__(self, "sizes", tuple(dict(self.sizes).items()))
 
 
-def does_not_implement(op: str) -> str:
-    """Return the reason against a backend of other ops, which tables for users leave out."""
-    return f"does not implement {op}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """The result of `explain`: a scheme, a backend and all reasons.
 
-    It prints as a table, which leaves out the backends of other ops.
+    It prints as a table.
 
     Attributes:
       scheme: the chosen `Scheme`, or None for an op without a scheme.
       backend: name of the chosen backend.
-      reasons: name of each backend that cannot run the problem -> the reason.
+      reasons: name of each backend of the op that cannot run the problem -> the reason.
       why: the reason for the scheme, in words for a user.
       problem: the `Problem` that was explained, or None.
       modules: for a model, pairs (path of a module, its `Choice`); empty for one problem.
@@ -343,10 +338,7 @@ class Choice:
         lines = [f"scheme   {self.scheme}{f': {self.why}' if self.why else ''}"]
         lines.append(f"backend  {self.backend}{target}")
         lines += [f"  note: {note}" for note in self.notes]
-        other = None if self.problem is None else does_not_implement(self.problem.op)
-        lines += [
-            f"  not {name}: {reason}" for name, reason in self.reasons.items() if reason != other
-        ]
+        lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
         lines += [f"  {path}: {c.scheme}, {c.backend}" for path, c in self.modules]
         return "\n".join(lines)
 

@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import shutil
 
 import jax
 import jaxlib
@@ -61,6 +62,7 @@ def _why_absent(marker):
         "notebook": all(map(importlib.util.find_spec, ("ipykernel", "nbclient"))),
         "lm_eval": importlib.util.find_spec("lm_eval") is not None,
         "qwix": importlib.util.find_spec("qwix") is not None,
+        "chromium": shutil.which("chromium") is not None,
         "tokamax": importlib.util.find_spec("tokamax") is not None,
         "maxtext": importlib.util.find_spec("maxtext") is not None,
         "deviceless": importlib.util.find_spec("jax_cuda13_plugin") is not None,
@@ -82,6 +84,7 @@ MARKERS = (
     "cutlass",
     "lm_eval",
     "qwix",
+    "chromium",
     "tokamax",
     "maxtext",
     "notebook",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax_nvfp4_moe.backends.launch_facts import facts, why_missing
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
-from jax_nvfp4_moe.scheme import ComputeCapability, Problem, Scheme, does_not_implement
+from jax_nvfp4_moe.scheme import ComputeCapability, Problem, Scheme
 
 # Names of the dtypes of activations that all ops take, and of those with 16 bits.
 FLOATS = ("bfloat16", "float16", "float32")
@@ -143,7 +143,7 @@ class Backend:
           asked: whether the backend is asked for by its name; True by default.
         """
         if p.op not in self.lower:  # the most frequent reason, which needs no other text
-            return does_not_implement(p.op)
+            return f"does not implement {p.op}"
         missing = dict(p.unavailable).get(self.extension)
         without_facts = why_missing() if self.extension else None
         if without_facts is not None:

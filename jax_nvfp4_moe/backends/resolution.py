@@ -16,7 +16,6 @@ from jax_nvfp4_moe.scheme import (
     Scheme,
     Target,
     choose_scheme,
-    does_not_implement,
     find_scheme,
 )
 
@@ -128,12 +127,7 @@ def choose_backend(
     ops = sorted({op for backend in backends for op in backend.lower})
     if problem.op not in ops:
         raise NoBackendError(f"op: expected one of {', '.join(ops)}; got {problem.op!r}")
-    other = does_not_implement(problem.op)
-    reasons = {
-        name: why
-        for name, why in reasons_against(problem, backends).items()
-        if why != other or name in (names or ())
-    }
+    reasons = reasons_against(problem, backends, names=names or ())
     asked = " or ".join(map(repr, names or ()))
     wanted = f"backend {asked} cannot run" if names else "no backend can run"
     lines = "\n".join(f"  {name}: {why or 'could run it'}" for name, why in reasons.items())
@@ -141,13 +135,24 @@ def choose_backend(
 
 
 def reasons_against(
-    problem: Problem, backends: Sequence[Backend], asked: bool = True
+    problem: Problem, backends: Sequence[Backend], asked: bool = True, names: Sequence[str] = ()
 ) -> dict[str, str | None]:
     """Return backend name -> why it does not run `problem`, or None if it does, in order.
 
-    `asked` says whether the backends are asked for by their names; True by default.
+    Backends of other ops are left out, because a user cannot choose them for this op. All tables of
+    reasons come from this function.
+
+    Args:
+      problem: the static facts.
+      backends: the records.
+      asked: whether the backends are asked for by their names; True by default.
+      names: backends of other ops that the table still lists, because a user has named them.
     """
-    return {backend.name: backend.reason_against(problem, asked) for backend in backends}
+    return {
+        backend.name: backend.reason_against(problem, asked)
+        for backend in backends
+        if problem.op in backend.lower or backend.name in names
+    }
 
 
 @functools.cache
@@ -173,7 +178,7 @@ def _warn_of_extension(target, reason):
 
 
 def explain_plan(plan: Plan, records: Sequence[Backend]) -> Choice:
-    """Return the choices of `plan`, with the reason against every other one of `records`."""
+    """Return the choices of `plan`, with the reason against every other one of the op."""
     reasons = reasons_against(plan.problem, records, asked=plan.requested_backends is not None)
     against = {name: reason for name, reason in reasons.items() if reason is not None}
     notes = plan.backend.notes(plan.problem)

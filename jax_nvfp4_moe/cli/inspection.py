@@ -27,7 +27,6 @@ from jax_nvfp4_moe.nn.linear.fp8_linear import FP8Linear
 from jax_nvfp4_moe.nn.linear.nvfp4_linear import NVFP4Linear
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
-from jax_nvfp4_moe.ops.records import RECORDS
 from jax_nvfp4_moe.scheme import Target
 
 TARGETS = (
@@ -305,13 +304,8 @@ def _choices(kinds) -> Iterator[str]:
             if getattr(modules[0], "scheme", None) is None:
                 continue  # the module runs in plain XLA, so there is no backend to choose
             choice = explain(modules[0], target=target)
-            assert choice.problem is not None
             lines = [f"    scheme  {choice.scheme}: {choice.why}", f"    backend {choice.backend}"]
-            lines += [
-                f"      not {other.name}: {choice.reasons[other.name]}"
-                for other in RECORDS
-                if choice.problem.op in other.lower and other.name in choice.reasons
-            ]
+            lines += [f"      not {name}: {why}" for name, why in choice.reasons.items()]
             answers.setdefault("\n".join(lines), []).append(name)
         if answers:
             yield f"{target}"
