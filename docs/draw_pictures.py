@@ -45,42 +45,121 @@ def picture(width, height, title, parts):
     )
 
 
+def bent_arrow(*points):
+    """Return an arrow along several points."""
+    path = " ".join(f"{x},{y}" for x, y in points)
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{INK}" stroke-width="1.5" '
+        'marker-end="url(#tip)"/>'
+    )
+
+
+def named_box(x, y, name, detail, width=192, height=56, colors=(FILL, GRAY, INK)):
+    """Return a box with a name, and a smaller line below it."""
+    fill, stroke, color = colors
+    middle = x + width / 2
+    return "".join(
+        (
+            box(x, y, width, height, fill, stroke),
+            text(middle, y + 24, name, 15, color, "middle", "bold"),
+            text(middle, y + 43, detail, 13, GRAY if color == INK else color),
+        )
+    )
+
+
 def data_flow():
-    """Draw loading above and a call below. The plan is made once, and both read it."""
-    parts = [text(20, 34, "Once, when a model is loaded", 15, GRAY, "start", "bold")]
-    load = [
-        ("checkpoint files", "safetensors + config.json"),
-        ("canonical NVFP4Tensor", "codes, block and global scales"),
-        ("kernel layout", "in the kernel's byte order"),
+    """Draw loading on the left and a call on the right. Both read the plan.
+
+    The picture is narrow, so that a phone shows its text at a size that can be read.
+    """
+    left, right, step = 26, 282, 84
+    top = [46 + row * step for row in range(6)]
+    load = (
+        ("checkpoint files", "safetensors, config.json"),
+        ("canonical NVFP4Tensor", "codes and scales"),
+        ("kernel layout", "byte order of the kernel"),
         ("Flax module", "NVFP4MoE, NVFP4Linear"),
-    ]
-    call = [
-        ("activations", "the user's jitted program"),
+    )
+    call = (
+        ("activations", "of your jitted program"),
         ("op", "ops.moe_mlp"),
         ("XLA custom call", "one FFI target"),
-        ("kernel", "sort, GEMM, GEMM, combine"),
+        ("kernel", "sort, GEMM, GEMM, sum"),
+    )
+    parts = [
+        text(left, 30, "Once, at load", 15, GRAY, "start", "bold"),
+        text(right, top[2] - 16, "In each call", 15, GRAY, "start", "bold"),
     ]
-    for row, y in ((load, 50), (call, 270)):
-        for i, (name, detail) in enumerate(row):
-            x = 20 + i * 236
-            parts += [box(x, y, 206, 62), text(x + 103, y + 26, name, 15, INK, "middle", "bold")]
-            parts.append(text(x + 103, y + 47, detail, 12, GRAY))
-            if i:
-                parts.append(arrow(x - 28, y + 31, x - 3, y + 31))
-    parts.append(text(20, 254, "In every call, under jax.jit", 15, GRAY, "start", "bold"))
+    for x, first, boxes in ((left, 0, load), (right, 2, call)):
+        for row, (name, detail) in enumerate(boxes, first):
+            parts.append(named_box(x, top[row], name, detail))
+            if row > first:
+                parts.append(arrow(x + 96, top[row] - step + 56, x + 96, top[row] - 2))
+    plan = top[4] + 14
     parts += [
-        box(256, 152, 442, 54, FILL_BLUE, BLUE),
-        text(477, 175, "Plan: scheme + backend + layout", 15, BLUE, "middle", "bold"),
-        text(477, 195, "chosen once, from checkpoint, device, dtype and sizes", 12, BLUE),
-        arrow(595, 152, 595, 116),
-        arrow(330, 206, 330, 266),
-        f'<polyline points="831,112 831,234 430,234 430,266" fill="none" stroke="{INK}" '
-        'stroke-width="1.5" marker-end="url(#tip)"/>',
-        text(606, 138, "which layout", 12, GRAY, "start"),
-        text(320, 226, "which kernel", 12, GRAY, "end"),
-        text(820, 226, "weights", 12, GRAY, "end"),
+        box(left, plan, 192, 112, FILL_BLUE, BLUE),
+        text(left + 96, plan + 28, "plan", 15, BLUE, "middle", "bold"),
+        text(left + 96, plan + 50, "scheme, backend, layout:", 13, BLUE),
+        text(left + 96, plan + 68, "chosen once, from checkpoint,", 13, BLUE),
+        text(left + 96, plan + 86, "device, dtype and sizes", 13, BLUE),
+        bent_arrow((left, plan + 50), (10, plan + 50), (10, top[2] + 28), (left - 2, top[2] + 28)),
+        arrow(left + 192, top[3] + 28, right - 2, top[3] + 28),
+        text(250, top[3] + 20, "weights", 13, GRAY),
+        arrow(left + 192, plan + 20, right - 2, plan + 20),
+        text(250, plan + 12, "kernel", 13, GRAY),
+        text(16, top[4] + 4, "layout", 13, GRAY, "start"),
     ]
-    return picture(954, 352, "From the files of a checkpoint to the kernel", parts)
+    return picture(490, 540, "From the files of a checkpoint to the kernel", parts)
+
+
+# The backends of an expert layer in order, and what the picture says about each of them.
+CHOICE = {
+    "moe_w4a4_sm120": "refuses: needs 12.x",
+    "moe_w4a4_sm100": "refuses: needs 10.x",
+    "moe_w4a16_sm90": "accepts, and runs",
+    "moe_w4a16_sm80": "comes later in the order",
+    "moe_w4a16_cpu": "comes later in the order",
+    "reference": "accepts everything, and comes last",
+}
+
+
+def choice():
+    """Draw the questions that decide the scheme, and the list in which the backend is found."""
+    parts = [text(20, 32, "1. The scheme: which numbers are multiplied", 15, INK, "start", "bold")]
+    questions = (
+        ("Do you request a scheme?", "yes", "that scheme", "no"),
+        ("Is the checkpoint W4A4?", "no", "W4A16", "yes"),
+        ("Has the GPU FP4 tensor cores?", "no", "W4A16", "yes"),
+    )
+    for row, (question, side, result, down) in enumerate(questions):
+        y = 50 + row * 74
+        parts += [
+            box(20, y, 250, 42),
+            text(145, y + 26, question, 14),
+            arrow(270, y + 21, 330, y + 21),
+            text(298, y + 14, side, 13, GRAY),
+            box(332, y, 128, 42, FILL_BLUE, BLUE),
+            text(396, y + 26, result, 15, BLUE, "middle", "bold"),
+            arrow(145, y + 42, 145, y + 72),
+            text(154, y + 62, down, 13, GRAY, "start"),
+        ]
+    parts += [
+        box(81, 272, 128, 42, FILL_BLUE, BLUE),
+        text(145, 298, "W4A4", 15, BLUE, "middle", "bold"),
+        text(20, 352, "2. The backend: which kernel multiplies them", 15, INK, "start", "bold"),
+        text(20, 374, "The first that accepts scheme, device, dtype and sizes.", 13, GRAY, "start"),
+        text(20, 392, "Example: an expert layer in W4A16 on an H200 (9.0).", 13, GRAY, "start"),
+    ]
+    for row, (name, words) in enumerate(CHOICE.items()):
+        y = 406 + row * 40
+        chosen = words.startswith("accepts, and")
+        fill, stroke, color = (FILL_BLUE, BLUE, BLUE) if chosen else (FILL, GRAY, INK)
+        parts += [
+            box(20, y, 440, 34, fill, stroke),
+            text(32, y + 22, name, 14, color, "start", "bold"),
+            text(448, y + 22, words, 13, BLUE if chosen else GRAY, "end"),
+        ]
+    return picture(480, 656, "How the scheme and the backend of a layer are chosen", parts)
 
 
 def packed_layout():
@@ -134,7 +213,7 @@ def packed_layout():
 def main():
     """Write all pictures."""
     HERE.mkdir(exist_ok=True)
-    for draw in (data_flow, packed_layout):
+    for draw in (data_flow, choice, packed_layout):
         (HERE / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from support.files.given import MODELS
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
 from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
+from jax_nvfp4_moe.ops.records import RECORDS
 
 MODULES = (nvfp4, nvfp4.ops, nvfp4.testing)
 
@@ -75,10 +76,17 @@ def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
     assert (tmp_path / pictures[0]).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("draw", [draw_pictures.data_flow, draw_pictures.packed_layout])
+@pytest.mark.parametrize(
+    "draw", [draw_pictures.data_flow, draw_pictures.choice, draw_pictures.packed_layout]
+)
 def test_pictures_are_those_that_the_script_draws(draw):
     stored = draw_pictures.HERE / f"{draw.__name__}.svg"
     assert stored.read_text(encoding="utf-8") == draw()
+
+
+def test_the_picture_of_the_choice_has_the_backends_of_an_expert_layer_in_order():
+    names = [record.name for record in RECORDS if "moe_mlp" in record.lower]
+    assert list(draw_pictures.CHOICE) == names
 
 
 def test_tables_of_the_guides_are_those_that_the_script_writes():
