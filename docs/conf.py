@@ -8,6 +8,7 @@ import urllib.parse
 import elsewhere
 from docutils import nodes
 from sphinx.util import inspect
+from sphinx.util.nodes import make_refnode
 
 _PROJECT = tomllib.loads(
     (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
@@ -74,8 +75,21 @@ def _drop_mail(_app, document):
             link.replace_self(nodes.Text(link.astext()))
 
 
+def _resolve(app, environment, node, content):
+    """Link a name that Sphinx did not find: a short name of this reference, or one elsewhere."""
+    if node.get("refdomain") != "py":
+        return None
+    target, objects = node["reftarget"], environment.domains["py"].objects
+    own = elsewhere.find_own(objects, target)
+    if own is not None:
+        place = node["refdoc"], objects[own].docname, objects[own].node_id
+        return make_refnode(app.builder, *place, content, own)
+    address = elsewhere.ADDRESSES.get(target)
+    return address and nodes.reference("", "", content, internal=False, refuri=address)
+
+
 def setup(app):
-    """Connect the functions of this file and of `elsewhere` to Sphinx."""
+    """Connect the functions of this file to Sphinx."""
     app.connect("autodoc-process-signature", _signature)
     app.connect("doctree-read", _drop_mail)
-    app.connect("missing-reference", elsewhere.resolve)
+    app.connect("missing-reference", _resolve)

@@ -5,10 +5,7 @@ docstrings use, in place of the inventories that Sphinx's intersphinx would down
 """
 
 from collections.abc import Iterator, Mapping
-
-from docutils import nodes
-from sphinx.domains.python import ObjectEntry
-from sphinx.util.nodes import make_refnode
+from typing import Any
 
 _JAX = "https://docs.jax.dev/en/latest"
 _FLAX = "https://flax.readthedocs.io/en/stable/api_reference/flax.nnx"
@@ -127,11 +124,15 @@ ADDRESSES |= {name: ADDRESSES[described] for name, described in _DEFINED.items()
 _KINDS = ("class", "data", "exception", "function")
 
 
-def find_own(objects: Mapping[str, ObjectEntry], target: str) -> str | None:
+def find_own(objects: Mapping[str, Any], target: str) -> str | None:
     """Return the name of this reference that a short name means; None if none or several match.
 
     A docstring says `balance_experts` and means
     `jax_nvfp4_moe.parallel.placement.balance_experts`.
+
+    Args:
+      objects: name -> what Sphinx knows of it, with its kind and whether it is only an alias.
+      target: the short name.
     """
     found = [
         name
@@ -139,20 +140,3 @@ def find_own(objects: Mapping[str, ObjectEntry], target: str) -> str | None:
         if name.endswith(f".{target}") and entry.objtype in _KINDS and not entry.aliased
     ]
     return found[0] if len(found) == 1 else None
-
-
-def resolve(app, environment, node, content):
-    """Link a name that Sphinx did not find: a short name of this reference, or one elsewhere."""
-    if node.get("refdomain") != "py":
-        return None
-    target = node["reftarget"]
-    domain = environment.domains["py"]
-    own = find_own(domain.objects, target)
-    if own is not None:
-        entry = domain.objects[own]
-        place = node["refdoc"], entry.docname, entry.node_id
-        return make_refnode(app.builder, *place, content, own)
-    address = ADDRESSES.get(target)
-    if address is None:
-        return None
-    return nodes.reference("", "", content, internal=False, refuri=address)

@@ -300,8 +300,8 @@ def _with_links(text) -> str:
 
 
 def _link(name) -> str:
-    """Return a link to a name of the reference, which shows the last part of its path."""
-    return f"{{py:obj}}`~{PACKAGE}.{name}`"
+    """Return a link to a name of the reference."""
+    return f"{{py:obj}}`{name} <{PACKAGE}.{name}>`"
 
 
 def _first_line(value) -> str:
@@ -321,16 +321,14 @@ executed, emulated or only compiled. A kernel with the remark W4A4 does not run 
 def overview() -> str:
     """Return the Markdown of the page with all names of the reference, one line each."""
     blocks = [
-        "# Overview\n\nAll public names, by page. `import jax_nvfp4_moe as nvfp4` gives the names "
-        "without a module.\nThe other names come from the module in the third column.\n"
+        "# Overview\n\nThis page lists all public names. After `import jax_nvfp4_moe as nvfp4`, a "
+        "name without a\nmodule is `nvfp4.NAME`. Import the others from their modules:\n\n"
+        "```python\nfrom jax_nvfp4_moe.inference.tokenizer import Tokenizer\n```\n"
     ]
     for key, (page, names) in reference().items():
         blocks.append(f"## {page.title}\n\n{_with_links(page.text)} [Full page]({key}.md).\n")
-        rows = ["| name | what it does | module |", "|---|---|---|"]
-        for name, value in names.items():
-            module = name.rpartition(".")[0]
-            cells = _link(name), _first_line(value), f"`{PACKAGE}.{module}`" if module else ""
-            rows.append(f"| {' | '.join(cells)} |")
+        rows = ["| name | what it does |", "|---|---|"]
+        rows += [f"| {_link(name)} | {_first_line(value)} |" for name, value in names.items()]
         blocks.append("\n".join(rows) + "\n")
     blocks.append(f"## Ops and their kernels\n\n{_OPS}\n\n{ops_table()}")
     return "\n".join(blocks)

@@ -1,8 +1,11 @@
 """Test that the reference has each public name once. CI builds it with warnings as errors."""
 
 import collections
+import re
+import types
 
 import draw_pictures
+import elsewhere
 import measure
 import pages
 import pytest
@@ -41,6 +44,85 @@ def test_a_module_that_no_page_names_gets_its_own():
     assert names == ["GenerationStats", "generate", "stream"]
 
 
+def test_a_page_of_a_module_has_a_title_in_words():
+    assert pages.reference({})["inference.exporting"][0].title == "Exporting"
+
+
+def test_names_that_guides_import_are_in_the_reference():
+    """The reference leaves out what needs a package that is not installed here."""
+    names = {name for _, found in pages.reference().values() for name in found}
+    wanted = {
+        "inference.balance.count_experts",
+        "inference.balance.place_model",
+        "inference.harness.HarnessModel",
+        "inference.tokenizer.Tokenizer",
+        "numerics.rope.Rope",
+        "NVFP4Param",
+    }
+    assert wanted - names == set(pages.left_out()) & wanted
+
+
+def test_a_module_of_the_package_that_is_not_there_is_no_missing_package():
+    page = pages.Page("Wrong", more=("inference.nothing.Name",))
+    with pytest.raises(ModuleNotFoundError, match=r"inference\.nothing"):
+        pages.reference({"wrong": page})
+
+
+def test_the_overview_has_each_name_with_its_first_sentence():
+    rows = [line for line in pages.overview().splitlines() if line.startswith("| {py:obj}")]
+    linked = [row.split("<jax_nvfp4_moe.")[1].split(">")[0] for row in rows]
+    names = [name for _, found in pages.reference().values() for name in found]
+    assert [*linked[: len(names)]] == names
+    assert (
+        "| {py:obj}`explain <jax_nvfp4_moe.explain>` | Explain which scheme and backend run,"
+        in (pages.overview())
+    )
+
+
+def test_the_table_of_ops_names_the_kernels_of_each_device():
+    rows = {row.split("<jax_nvfp4_moe.")[1].split(">")[0]: row for row in ops_rows()}
+    cells = rows["ops.moe_mlp"].split(" | ")
+    assert "y[t] = sum_j expert_weights[t, j]" in cells[1]
+    assert cells[2:5] == ["`moe_w4a16_cpu`", "`moe_w4a16_sm80`", "`moe_w4a16_sm90`"]
+    assert cells[5] == "`moe_w4a4_sm100` (W4A4)<br>`moe_w4a16_sm80`"
+    assert cells[6] == "`moe_w4a4_sm120` (W4A4)<br>`moe_w4a16_sm80` |"
+    assert "`route_cuda`" in rows["ops.route"]
+    assert len({row.count(" | ") for row in rows.values()}) == 1
+
+
+def ops_rows():
+    return pages.ops_table().splitlines()[2:]
+
+
+def test_names_elsewhere_have_addresses():
+    names = {
+        "jax.Array",
+        "jax.sharding.Mesh",
+        "Mesh",
+        "nnx.Module",
+        "flax.nnx.Module",
+        "ValueError",
+    }
+    assert names <= elsewhere.ADDRESSES.keys()
+    assert all(address.startswith("https://") for address in elsewhere.ADDRESSES.values())
+
+
+def test_a_short_name_is_found_if_it_is_the_only_one():
+    def entry(kind, aliased=False):
+        return types.SimpleNamespace(objtype=kind, aliased=aliased)
+
+    objects = {
+        "p.Target": entry("class"),
+        "p.scheme.Target": entry("class", aliased=True),
+        "p.Problem.target": entry("attribute"),
+        "p.quantize": entry("function"),
+        "p.nvfp4.quantize": entry("function"),
+    }
+    assert elsewhere.find_own(objects, "Target") == "p.Target"
+    assert elsewhere.find_own(objects, "target") is None
+    assert elsewhere.find_own(objects, "quantize") is None
+
+
 def test_a_name_that_is_on_no_page_is_noticed():
     assert "moe_mlp" in left_out(nvfp4.ops, pages.reference({}))
 
@@ -53,6 +135,7 @@ def test_a_page_asks_for_its_names_under_their_public_paths():
 
 def test_the_command_line_is_described_in_full():
     text = pages.command_line()
+    assert re.search(r"(?<!`)--\w", text) is None  # options are code
     for words in ("## inspect", "## generate", "| `--max-new-tokens` |", "| `path` | required |"):
         assert words in text
 
