@@ -402,7 +402,7 @@ def command_line() -> str:
     ]
     for name, command in typer.main.get_command(app).commands.items():
         blocks.append(f"\n## {name}\n\n{_with_code(inspect.cleandoc(command.help or ''))}\n")
-        blocks.append("| argument | default | |\n|---|---|---|")
+        blocks.append("| argument | default | meaning |\n|---|---|---|")
         blocks += [_row(parameter) for parameter in command.params if parameter.name != "help"]
     return "\n".join(blocks) + "\n"
 
