@@ -44,7 +44,7 @@ SECTIONS = {
     "Performance": ("performance",),
     "Accuracy": ("accuracy",),
     "Help": (),
-    "Developers": ("how_it_works", "architecture", "build", "where_time_goes"),
+    "Developers": ("how_it_works", "architecture", "build", "where_time_goes", "tested"),
 }
 GUIDES = tuple(f"docs/guides/{name}.md" for names in SECTIONS.values() for name in names)
 

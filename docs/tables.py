@@ -1,7 +1,7 @@
 """Write the tables and figures of README and guides that code and measurements decide.
 
 ``python docs/tables.py`` replaces the text between two comments. They name a table of this module,
-of `benchmark_tables` or of ``docs/experiments.json``, or a figure of `figures`::
+of another ``*_tables.py`` or of ``docs/experiments.json``, or a figure of `figures`::
 
     <!-- table: refused_families -->
     <!-- end of table -->
@@ -20,10 +20,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 
+import accuracy_tables
 import benchmark_tables
 import experiments
 import figures
+import kernel_tables
 import measure
+import parallel_tables
 
 from jax_nvfp4_moe.checkpoint.formats import config_keys
 from jax_nvfp4_moe.checkpoint.formats.refused_formats import REFUSED_FORMATS
@@ -119,24 +122,30 @@ def harmless_keys() -> str:
 def checkpoints() -> str:
     """Return the table of the checkpoints of the tests, with what `measure` has measured."""
     results = measure.read_results()
-    columns = "checkpoint", "architecture", "quantized by", "transformers", *_MEASURES, "drafts"
+    columns = "checkpoint", *_MEASURES, "drafts", "architecture", "quantized by", "transformers"
     rows = [columns, ["---"] * len(columns)]
     rows += [_checkpoint(folder, results.get(folder.name, {})) for folder in measure.folders()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _checkpoint(folder: pathlib.Path, measured: Mapping[str, float]) -> list[str]:
-    """Return the row of one checkpoint. A cell is empty if nothing was measured."""
+    """Return the row of one checkpoint. A cell is empty if nothing was measured or is there."""
     config, facts = (
         json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("config", "reference")
     )
     tools = {name.replace("_", "-"): version for name, version in facts["tools"].items()}
     quantizer = [f"{name} {tools[name]}" for name in _QUANTIZERS if name in tools]
-    errors = [form.format(measured[k]) if k in measured else "" for k, form in _MEASURES.items()]
+    without = () if accuracy_tables.has_experts(measured) else ("experts", "blocks")
+    errors = [
+        form.format(measured[key]) if key in measured and key not in without else ""
+        for key, form in _MEASURES.items()
+    ]
+    errors = ["0" if error == "0.0e+00" else error.replace("e-0", "e-") for error in errors]
     name, architecture = f"`{folder.name}`", config["architectures"][0]
     drafts = "mtp" if ARCHITECTURES[architecture].drafting else ""
-    return [name, architecture, *(quantizer or ["none"]), tools["transformers"], *errors, drafts]
+    quantized = (quantizer or ["none"])[0].replace("nvidia-modelopt", "ModelOpt")
+    return [name, *errors, drafts, architecture, quantized, tools["transformers"]]
 
 
 # The name of a table in a guide -> what writes it.
@@ -148,7 +157,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "harmless_keys": harmless_keys,
     "checkpoints": checkpoints,
     "drafting": drafting,
+    **accuracy_tables.TABLES,
     **benchmark_tables.TABLES,
+    **kernel_tables.TABLES,
+    **parallel_tables.TABLES,
     **experiments.tables(),
 }
 
