@@ -38,7 +38,7 @@ SECTIONS = {
         "several_gpus",
         "several_hosts",
     ),
-    "Support": ("hardware",),
+    "Support": ("hardware", "memory"),
     "Performance": ("performance",),
     "Accuracy": ("accuracy",),
     "Help": (),
