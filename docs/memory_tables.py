@@ -108,7 +108,7 @@ def room(row: Row, card: int) -> str:
         return "-"
     left = SHARE * card * 1e9 - WORKING - row["weights_bytes"]["nvfp4"] - row["states_bytes"]
     thousands = left / (row["cache_bytes"] / row["cache_tokens"]) / 1e3
-    return f"{thousands:,.0f}k"
+    return f"{thousands:.0f}k" if thousands < 1000 else f"{thousands / 1000:.1f}M"
 
 
 def cards() -> str:

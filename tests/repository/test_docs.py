@@ -109,9 +109,8 @@ def test_the_longer_bar_of_a_pair_is_the_faster_one():
     """Also where the peer is: the picture must not be drawn for the package alone."""
     run = {"date": "2026-01-01"}
     slower = speeds.Comparison("layer", "peer", 20.0, 80.0, "20", "80", run)
-    widths = re.findall(
-        r'<rect [^>]*width="([\d.]+)"', "".join(draw_charts._pairs(0, [slower], "peer"))
-    )
+    drawn = "".join(draw_charts._pairs(0, [slower], "peer"))
+    widths = re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)
     assert [float(width) for width in widths] == [draw_charts.SPAN / 4, draw_charts.SPAN]
 
 
