@@ -33,8 +33,7 @@ _QUANTITIES = (
     rf"{_SPAN}x (?:as {_LONG}|{_MORE}|(?:over |of |above )?{_OF_SPEED})",
     rf"(?:{_SPAN}times|\btwice|\bthrice|\bhalf|\ba third|\ba quarter) as {_LONG}\b",
     rf"{_SPAN}times {_MORE}\b",
-    rf"{_SPAN}times (?:over |of |above )?{_OF_SPEED}",
-    rf"\b(?:takes?|took|runs? at|ran at|reach(?:es|ed)?) {_SPAN}times\b",
+    rf"{_SPAN}times (?:over |of |above )?(?:the |a |its )?(?:speed|time|floor|roofline)\b",
     rf"{_PERCENT} (?:{_MORE}\b|(?:of|over|above|below|under) {_OF_SPEED})",
     rf"\b{_MORE} by (?:up to )?{_PERCENT}",
     # Measured memory.
@@ -76,9 +75,9 @@ def _in_tables(lines: list[str]) -> list[str]:
         if re.fullmatch(r"[-:| ]+", line):
             heading = [cell.strip() for cell in above.strip("|").split("|")]
         timed = any(_UNIT.search(name) for name in heading)
-        if any(
-            _CELL.fullmatch(cell) or _QUANTITY.search(cell) or (timed and _PLAIN.fullmatch(cell))
-            for cell in cells
+        # The first cell says what the row is of: it may be a version, or a setting.
+        if any(map(_QUANTITY.search, cells)) or any(
+            _CELL.fullmatch(cell) or (timed and _PLAIN.fullmatch(cell)) for cell in cells[1:]
         ):
             found.append(line[:100])
         above = line
