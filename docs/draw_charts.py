@@ -36,7 +36,7 @@ def _short(tokens_per_s: float) -> str:
 def _pairs(y: float, comparisons: list[speeds.Comparison], peer: str) -> Iterator[str]:
     """Yield a pair of bars for each comparison. The longer bar of a pair fills the width."""
     for row in comparisons:
-        yield text(LEFT, y + 16, row.what, 16, INK, "start", "bold")
+        yield text(LEFT, y + 16, f"{row.model}, {row.what}", 16, INK, "start", "bold")
         longest = max(row.own, row.other)
         names = (
             (row.own, _BAR, "white", "this package"),

@@ -12,7 +12,7 @@ import model_tables
 import records
 from records import TITLES, Row
 
-_MARLIN = "vLLM 0.25.1's Marlin"
+_MARLIN = "Marlin"
 _QWEN = "qwen3-30b-a3b"
 # Expert layers by case and tokens, and steps by model, batch and prompt.
 LAYERS = (_QWEN, 1), (_QWEN, 64), (_QWEN, 8192)
@@ -29,6 +29,7 @@ class Comparison:
     """One quantity of this package and of another engine.
 
     Attributes:
+      model: whose sizes the model has.
       what: what is done, in words.
       peer: the other engine.
       own: tokens a second of this package.
@@ -38,6 +39,7 @@ class Comparison:
       run: the run that both are from.
     """
 
+    model: str
     what: str
     peer: str
     own: float
@@ -56,17 +58,18 @@ def layer(case: str, tokens: int) -> Comparison:
     """Compare an expert layer with vLLM's Marlin layer on one H200."""
     rows = layer_tables.newest((layer_tables.OWN, layer_tables.MARLIN))[case, tokens]
     own, other = (rows[name]["us"] for name in (layer_tables.OWN, layer_tables.MARLIN))
-    what = f"{TITLES[case]}, expert layer, {tokens} token{'s' if tokens > 1 else ''}"
+    what = f"expert layer, {tokens} token{'s' if tokens > 1 else ''}"
     texts = records.duration(own), records.duration(other)
     speeds = tokens / own * 1e6, tokens / other * 1e6
-    return Comparison(what, _MARLIN, *speeds, *texts, rows[layer_tables.OWN]["run"])
+    run = rows[layer_tables.OWN]["run"]
+    return Comparison(TITLES[case], what, _MARLIN, *speeds, *texts, run)
 
 
 def step(model: str, batch: int, prompt: int) -> Comparison:
     """Compare decoding of a whole model with llama.cpp on one H200."""
     row = model_tables.step(model, batch, prompt)
-    what = f"{TITLES[model]}, decoding, batch {batch}"
-    return _beside_llama(what, row["tokens_per_s"], row["times"]["llama.cpp"], row["run"])
+    what = f"decoding, batch {batch}"
+    return _beside_llama(model, what, row["tokens_per_s"], row["times"]["llama.cpp"], row["run"])
 
 
 def on_cpu(what: str, size: int) -> Comparison:
@@ -74,20 +77,22 @@ def on_cpu(what: str, size: int) -> Comparison:
     result = records.read("cpu_model.amx")
     row = next(row for row in result["rows"] if (row["what"], row["size"]) == (what, size))
     words = {"prefill": f"prompt of {size} tokens", "decode": f"decoding, batch {size}"}
-    name = f"8 layers of Qwen3-30B-A3B on two CPU cores, {words[what]}"
-    return _beside_llama(name, row["tokens_per_s"], row["times_llama"], result)
+    return _beside_llama(
+        _QWEN, f"{words[what]}, on a CPU", row["tokens_per_s"], row["times_llama"], result
+    )
 
 
-def _beside_llama(what: str, own: float, ratio: float, run: Row) -> Comparison:
+def _beside_llama(model: str, what: str, own: float, ratio: float, run: Row) -> Comparison:
     own_text, other_text = (f"{speed:,.0f} tokens/s" for speed in (own, own / ratio))
-    return Comparison(what, "llama.cpp", own, own / ratio, own_text, other_text, run)
+    speeds = own, own / ratio
+    return Comparison(TITLES[model], what, "llama.cpp", *speeds, own_text, other_text, run)
 
 
 def summary() -> list[Comparison]:
     """Return the comparisons of the first table."""
     return [
         *(layer(*cell) for cell in LAYERS),
-        *(step(*cell) for cell in STEPS),
+        *(step(*cell) for cell in STEPS[:3]),
         on_cpu("decode", 1),
         on_cpu("prefill", 2048),
     ]
@@ -96,9 +101,13 @@ def summary() -> list[Comparison]:
 def table() -> str:
     """Return the first table: what is how many times as fast as which peer."""
     rows = summary()
-    headings = "", "times as fast", "this package", "the peer", "peer"
+    headings = "", "times as fast", "this package", "peer, same run"
     lines = (
-        (row.what, f"{row.ratio:.1f} x", row.own_text, row.other_text, row.peer) for row in rows
+        (
+            row.what if row.model == TITLES[_QWEN] else f"{row.what}, {row.model}",
+            *(f"{row.ratio:.1f} x", row.own_text, f"{row.other_text}, {row.peer}"),
+        )
+        for row in rows
     )
     on_gpu = [{"run": row.run} for row in rows if "device" in row.run]
     elsewhere = [{"run": row.run} for row in rows if "device" not in row.run]

@@ -237,6 +237,7 @@ def test_sizes_of_models_are_computed_by_hand():
     assert found["cache_bytes"] == 2 * 2 * 32 * found["cache_tokens"]
 
 
+@pytest.mark.slow
 def test_stored_sizes_of_models_are_those_of_the_code():
     """`python benchmarks/model_sizes.py` computes them again."""
     stored = json.loads((HERE / "results" / "model_sizes.json").read_text())["rows"]

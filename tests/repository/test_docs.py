@@ -97,7 +97,7 @@ def test_charts_have_the_speeds_and_sizes_of_the_tables():
     for model, batch, prompt in speeds.STEPS[:3]:
         compared = speeds.step(model, batch, prompt)
         assert f">{compared.own_text}, this package<" in chart
-        assert f"| {compared.own_text} | {compared.other_text} |" in table
+        assert f"| {compared.own_text} | {compared.other_text}, llama.cpp |" in table
     chart, table = draw_charts.memory(), memory_tables.models()
     for row in memory_tables.sizes():
         size = f"{row['weights_bytes']['nvfp4'] / 1e9:.1f}"
@@ -108,7 +108,7 @@ def test_charts_have_the_speeds_and_sizes_of_the_tables():
 def test_the_longer_bar_of_a_pair_is_the_faster_one():
     """Also where the peer is: the picture must not be drawn for the package alone."""
     run = {"date": "2026-01-01"}
-    slower = speeds.Comparison("layer", "peer", 20.0, 80.0, "20", "80", run)
+    slower = speeds.Comparison("model", "layer", "peer", 20.0, 80.0, "20", "80", run)
     drawn = "".join(draw_charts._pairs(0, [slower], "peer"))
     widths = re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)
     assert [float(width) for width in widths] == [draw_charts.SPAN / 4, draw_charts.SPAN]
