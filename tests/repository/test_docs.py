@@ -98,11 +98,17 @@ def test_charts_have_the_speeds_and_sizes_of_the_tables():
         compared = speeds.step(model, batch, prompt)
         assert f">{compared.own_text}, this package<" in chart
         assert f"| {compared.own_text} | {compared.other_text}, llama.cpp |" in table
+        assert compared.ratio > 1  # the text beside the picture says so
     chart, table = draw_charts.memory(), memory_tables.models()
     for row in memory_tables.sizes():
         size = f"{row['weights_bytes']['nvfp4'] / 1e9:.1f}"
         assert f" | {size} | " in table
         assert (f">{size}<" in chart) == memory_tables.holds(141, row)
+    # The text beside the picture says which models stay below which lines.
+    needed = {row["model"]: memory_tables.needed(row) / 1e9 for row in memory_tables.sizes()}
+    small = {"llama-3.1-8b", "qwen3-30b-a3b", "nemotron3-nano"}
+    assert {name for name, size in needed.items() if size < 24} == small
+    assert {name for name, size in needed.items() if size > 48} == {"deepseek-v3"}
 
 
 def test_the_longer_bar_of_a_pair_is_the_faster_one():
