@@ -11,7 +11,7 @@ import speeds
 from draw_pictures import BLUE, GRAY, HERE, INK, ORANGE, picture, text
 from records import TITLES
 
-WIDTH, LEFT, SPAN = 480, 16, 448
+WIDTH, LEFT, SPAN = 400, 16, 368
 _BAR, _PEER = BLUE, "#9aa4ae"
 _PAIR = 80  # height of a pair of bars
 
@@ -70,7 +70,7 @@ def speed() -> str:
     y += 36 + _PAIR * len(steps)
     dates = sorted({row.run["date"] for row in (*layers, *steps)})
     words = (
-        f"One NVIDIA H200, NVFP4 weights, {dates[0]} to {dates[-1]}.",
+        f"One NVIDIA H200, {dates[0]} to {dates[-1]}.",
         "In each pair, the longer bar is the faster one.",
     )
     parts += _notes(y + 10, words)
