@@ -2,6 +2,7 @@
 
 import re
 
+import measure
 import tables
 
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
@@ -12,11 +13,36 @@ def names(row):
     return re.findall(r"`(\w+)`", row)
 
 
+def cells(row):
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
 def test_the_table_of_families_has_each_architecture_once():
     rows = tables.families().splitlines()[2:]
     assert sorted(name for row in rows for name in names(row)) == sorted(ARCHITECTURES)
     # A variant shares the modules of another family, and still has a row of its own.
-    assert "| Qwen3-MoE | `Qwen3MoeForCausalLM` |" in rows
+    assert any(row.startswith("| Qwen3-MoE | `Qwen3MoeForCausalLM` |") for row in rows)
+
+
+def test_every_family_has_a_checkpoint_that_adapters_train():
+    rows = [cells(row) for row in tables.families().splitlines()[2:] if row.startswith("|")]
+    assert [row[0] for row in rows if row[2] == "0" or row[6] != "yes"] == []
+
+
+def test_a_family_has_the_worst_of_its_checkpoints(monkeypatch):
+    results = {
+        "granite-modelopt-w4a16": {"logits": 3e-7, "gpu": 1.5, "gpu_device": "a GPU"},
+        "olmo2-modelopt-w4a16": {"logits": 2e-7, "mesh": 4e-8},
+        "olmo3-modelopt-w4a16": {"logits": 1e-7, "mesh": 0.0},
+    }
+    monkeypatch.setattr(measure, "read_results", lambda: results)
+    table = tables.families()
+    rows = {row[0]: row for row in map(cells, table.splitlines())}
+    assert rows["OLMo 2 and OLMo 3"][2:] == ["2", "2.0e-07", "", "4.0e-08", "yes", ""]
+    granite = next(row for name, row in rows.items() if name.startswith("Granite, the dense"))
+    assert granite[2:] == ["1", "3.0e-07", "1.50", "", "yes", ""]
+    assert rows["Qwen3-Next"][3:] == ["", "", "", "yes", "mtp"]
+    assert table.endswith("\nGPU: a GPU.\n")
 
 
 def test_the_table_of_activations_has_each_name_once():
