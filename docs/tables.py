@@ -63,13 +63,13 @@ def families() -> str:
         family = _title(find_architecture(merge_text_config(config)))
         measured[family].append(results.get(folder.name, {}))
     drafts = {_title(row) for row in ARCHITECTURES.values() if row.drafting}
-    columns = "family", "`architectures`", "checkpoints", *_WORST.values(), "LoRA", "drafts"
+    columns = "family", "checkpoints", *_WORST.values(), "LoRA", "drafts", "`architectures`"
     rows = [columns, ["---"] * len(columns)]
     for family in sorted(names, key=str.lower):
         found = measured[family]
         worst = (_worst(key, found) for key in _WORST)
         lora, drafted = "yes" if found else "", "mtp" if family in drafts else ""
-        rows.append((family, ", ".join(names[family]), len(found), *worst, lora, drafted))
+        rows.append((family, len(found), *worst, lora, drafted, ", ".join(names[family])))
     devices = {one["gpu_device"] for found in measured.values() for one in found if "gpu" in one}
     table = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
     return f"{table}\nGPU: {', '.join(sorted(devices)) or 'not measured'}.\n"
@@ -78,7 +78,8 @@ def families() -> str:
 def _worst(key: str, measured: Sequence[Mapping[str, Any]]) -> str:
     """Return the largest of the values that several checkpoints have under one key, as text."""
     values = [one[key] for one in measured if key in one]
-    return _MEASURES[key].format(max(values)) if values else ""
+    worst = _MEASURES[key].format(max(values)) if values else ""
+    return "0" if worst == "0.0e+00" else worst.replace("e-0", "e-")
 
 
 def drafting() -> str:
