@@ -26,7 +26,7 @@ PACKAGE = jax_nvfp4_moe.__name__
 SECTIONS = {
     "Start": (),
     "How-to": (
-        "load",
+        "run_a_model",
         "drafting",
         "schemes",
         "flax_models",
@@ -38,7 +38,7 @@ SECTIONS = {
         "several_gpus",
         "several_hosts",
     ),
-    "Support": ("hardware",),
+    "Support": ("families", "formats", "hardware", "refused"),
     "Performance": ("performance",),
     "Accuracy": ("accuracy",),
     "Help": (),
