@@ -6,5 +6,7 @@ that a page cannot contradict a table.
 
 from collections.abc import Callable, Mapping
 
+from readme_figures import README_FIGURES
+
 # The name of a figure in a page -> what writes it.
-FIGURES: Mapping[str, Callable[[], str]] = {}
+FIGURES: Mapping[str, Callable[[], str]] = {**README_FIGURES}
