@@ -1,4 +1,4 @@
-"""The figures of README and of the first guides: speed beside peers, from ``benchmarks/results``."""
+"""The figures of README and of the pages that link to it: speed beside peers, from results."""
 
 import datetime
 import functools
