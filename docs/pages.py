@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = jax_nvfp4_moe.__name__
 # The sections of the site, with their guides in the order in which a new user needs them.
 SECTIONS = {
-    "Start": (),
+    "Start": ("why", "install", "tutorial", "glossary"),
     "How-to": (
         "run_a_model",
         "drafting",
@@ -37,11 +37,12 @@ SECTIONS = {
         "save",
         "several_gpus",
         "several_hosts",
+        "serving",
     ),
     "Support": ("families", "formats", "hardware", "memory", "refused"),
     "Performance": ("performance",),
     "Accuracy": ("accuracy",),
-    "Help": (),
+    "Help": ("faq", "troubleshooting"),
     "Developers": ("how_it_works", "architecture", "build", "where_time_goes", "tested"),
 }
 GUIDES = tuple(f"docs/guides/{name}.md" for names in SECTIONS.values() for name in names)
