@@ -10,6 +10,8 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import howto_tables
+
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 # Names of models and of layers in the benchmarks -> their titles, in the order of the tables.
 _TITLES = {
@@ -277,4 +279,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "prefill": prefill,
     "backward": backward,
     "ragged_products": ragged_products,
+    **howto_tables.TABLES,
 }

@@ -31,6 +31,7 @@ SECTIONS = {
         "schemes",
         "flax_models",
         "in_your_jax_project",
+        "other_libraries",
         "quantize",
         "evaluate",
         "fine_tune",
