@@ -287,6 +287,26 @@ def linked(text: str, folder: str = "") -> Iterator[str]:
             yield path
 
 
+_SOURCE = re.compile(r"\[`(?:nvfp4\.)?([\w.]+)`\]\(((?:\.\./)+)jax_nvfp4_moe/[\w/]+\.py\)")
+
+
+def with_reference_links(text: str) -> str:
+    """Return Markdown whose links from public names to their source lead to the reference.
+
+    On GitHub, where the reference is not, such a link shows the docstring in the source.
+    """
+    places = {name: key for key, (_, names) in reference().items() for name in names}
+
+    def replace(link):
+        name, up = link[1], link[2]
+        if name not in places:
+            return link[0]
+        heading = name.rpartition(".")[2].lower()
+        return f"[`{name}`]({up}reference/{places[name]}.md#{heading})"
+
+    return _SOURCE.sub(replace, text)
+
+
 def notebook_page(path: pathlib.Path, folder: pathlib.Path) -> str:
     """Return the Markdown of a notebook and its outputs; write its pictures to `folder`."""
     blocks, pictures = [], 0
@@ -319,7 +339,7 @@ def write(folder: pathlib.Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     home = _read("README.md")
     notebooks = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("notebooks/*.ipynb"))
-    guides = {path: _read(path) for path in GUIDES}
+    guides = {path: with_reference_links(_read(path)) for path in GUIDES}
     chapters = {f"reference/{key}": render(*page) for key, page in reference().items()}
     chapters["reference/command_line"] = command_line()
     found = [*linked(home), "CONTRIBUTING.md", "CHANGELOG.md"]
