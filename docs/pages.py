@@ -7,6 +7,7 @@ name is therefore never left out. ``python docs`` makes HTML of these sources.
 
 import base64
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -287,6 +288,12 @@ def linked(text: str, folder: str = "") -> Iterator[str]:
             yield path
 
 
+@functools.cache
+def _places() -> dict[str, str]:
+    """Return public name -> its page of the reference."""
+    return {name: key for key, (_, names) in reference().items() for name in names}
+
+
 _SOURCE = re.compile(r"\[`(?:nvfp4\.)?([\w.]+)`\]\(((?:\.\./)+)jax_nvfp4_moe/[\w/]+\.py\)")
 
 
@@ -295,7 +302,7 @@ def with_reference_links(text: str) -> str:
 
     On GitHub, where the reference is not, such a link shows the docstring in the source.
     """
-    places = {name: key for key, (_, names) in reference().items() for name in names}
+    places = _places()
 
     def replace(link):
         name, up = link[1], link[2]
@@ -339,7 +346,7 @@ def write(folder: pathlib.Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     home = _read("README.md")
     notebooks = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("notebooks/*.ipynb"))
-    guides = {path: with_reference_links(_read(path)) for path in GUIDES}
+    guides = {path: _read(path) for path in GUIDES}
     chapters = {f"reference/{key}": render(*page) for key, page in reference().items()}
     chapters["reference/command_line"] = command_line()
     found = [*linked(home), "CONTRIBUTING.md", "CHANGELOG.md"]
@@ -362,6 +369,7 @@ def write(folder: pathlib.Path) -> None:
         path.replace(".ipynb", ".md"): re.sub(r"(\(|/)(\d\d_\w+)\.ipynb", r"\1\2.md", text)
         for path, text in pages.items()
     }
+    pages = {path: with_reference_links(text) for path, text in pages.items()}
     for path in own:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
