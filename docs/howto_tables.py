@@ -1,39 +1,21 @@
 """Tables of the how-to guides that come from ``benchmarks/results``."""
 
-import json
 import math
-import pathlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+
+import records
+from records import Row
 
 from jax_nvfp4_moe.inference.evaluation import standard_error
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS
 
-RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 _RANGE = 448  # the largest block scale; random weights were also measured with another one
-
-
-def _read(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
-
-
-def _table(headings: Iterable[str], lines: Iterable[Iterable[Any]]) -> str:
-    headings = tuple(headings)
-    rows = [headings, ("---",) * len(headings), *lines]
-    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
-
-
-def _source(result: Mapping[str, Any]) -> str:
-    """Return the line under a table: when and how a result was measured."""
-    date = result.get("date") or "date not recorded"
-    command = result["command"].replace("python backward.py", "python benchmarks/backward.py")
-    versions = f"jax {result['versions']['jax']}, commit {result['commit']}"
-    return f"\nA CPU, {date}, {versions}: `{command}`.\n"
+_AMD = "Two cores of an AMD EPYC (Zen 4) with AVX512-BF16"
 
 
 def backward_cpu() -> str:
     """Return the table of forward and backward passes of an expert layer on a CPU."""
-    result = _read("backward.cpu.json")
+    rows = records.read_rows("backward.cpu")
 
     def line(row):
         forward, both = row["forward"]["us"] / 1e3, row["both"]["us"] / 1e3
@@ -45,21 +27,21 @@ def backward_cpu() -> str:
         *("tokens", "forward, ms", "forward and backward, ms"),
         *("both over forward", "temporary memory of both, MB"),
     )
-    return _table(headings, map(line, result["rows"])) + _source(result)
+    return records.table(headings, map(line, rows)) + records.sources(rows, device=_AMD)
 
 
 def rounding() -> str:
     """Return the table of the algorithms that round weights."""
-    result = _read("rounding.json")
+    result = records.read("rounding")
     headings = (
         *("algorithm", "NRMSE, normal weights", "NRMSE, Student-t 4"),
         *("nats lost in W4A16", "nats lost in W4A4"),
     )
     lines = (_algorithm(result, name) for name in ALGORITHMS)
-    return _table(headings, lines) + _source(result)
+    return records.table(headings, lines) + records.sources([{"run": result}], device="A CPU")
 
 
-def _algorithm(result: Mapping[str, Any], name: str) -> list[str]:
+def _algorithm(result: Row, name: str) -> list[str]:
     """Return the row of one algorithm: errors of random weights, and losses of the example.
 
     Losses are over the bfloat16 original. Each run of the result has another global scale.
@@ -87,7 +69,7 @@ def algorithms() -> str:
         (f"`{name}`", row.meaning, "a text" if row.needs_importance else "")
         for name, row in ALGORITHMS.items()
     )
-    return _table(("algorithm", "what it does", "needs"), lines)
+    return records.table(("algorithm", "what it does", "needs"), lines)
 
 
 # The name of a table in a guide -> what writes it.

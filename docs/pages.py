@@ -25,9 +25,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = jax_nvfp4_moe.__name__
 # The sections of the site, with their guides in the order in which a new user needs them.
 SECTIONS = {
-    "Start": (),
+    "Start": ("why", "install", "tutorial", "glossary"),
     "How-to": (
-        "load",
+        "run_a_model",
         "drafting",
         "schemes",
         "flax_models",
@@ -39,12 +39,13 @@ SECTIONS = {
         "save",
         "several_gpus",
         "several_hosts",
+        "serving",
     ),
-    "Support": ("hardware",),
+    "Support": ("families", "formats", "hardware", "memory", "refused"),
     "Performance": ("performance",),
     "Accuracy": ("accuracy",),
-    "Help": (),
-    "Developers": ("how_it_works", "architecture", "build", "where_time_goes"),
+    "Help": ("faq", "troubleshooting"),
+    "Developers": ("how_it_works", "architecture", "build", "where_time_goes", "tested"),
 }
 GUIDES = tuple(f"docs/guides/{name}.md" for names in SECTIONS.values() for name in names)
 
