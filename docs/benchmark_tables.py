@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import conversion_tables
 import cpu_tables
+import howto_tables
 import layer_tables
 import memory_tables
 import model_tables
@@ -21,4 +22,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **cpu_tables.TABLES,
     **conversion_tables.TABLES,
     **memory_tables.TABLES,
+    **howto_tables.TABLES,
 }

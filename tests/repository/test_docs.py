@@ -156,6 +156,17 @@ def test_sources_hold_the_pages_that_the_readme_links_to(tmp_path):
     assert "reference/ops\n" in home
 
 
+def test_links_to_the_source_of_public_names_lead_to_the_reference():
+    """Names of nothing public, and other links to files, stay as they are."""
+    text = "[`ops.route`](../../jax_nvfp4_moe/ops/routing.py) [`nvfp4.save`](../jax_nvfp4_moe/a.py)"
+    found = pages.with_reference_links(text)
+    assert found == (
+        "[`ops.route`](../../reference/ops.md#route) [`save`](../reference/models.md#save)"
+    )
+    others = "[`nothing`](../jax_nvfp4_moe/a.py) [`examples/lora.py`](../jax_nvfp4_moe/a.py)"
+    assert pages.with_reference_links(others) == others
+
+
 def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
     text = pages.notebook_page(pages.ROOT / "notebooks" / "01_format.ipynb", tmp_path)
     assert text.startswith("# 1. What NVFP4 is\n")
