@@ -308,7 +308,7 @@ def _link(name) -> str:
 
 
 def _first_line(value) -> str:
-    """Return the first sentence of a docstring, for a cell of a table."""
+    """Return the first sentence of a docstring as Markdown, also for a cell of a table."""
     words = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
     code = words.replace("``", "`").replace("|", "\\|")
     return re.sub(r"<(\w)", r"&lt;\1", code)
@@ -330,9 +330,9 @@ def overview() -> str:
     ]
     for key, (page, names) in reference().items():
         blocks.append(f"## {page.title}\n\n{_with_links(page.text)} [Full page]({key}.md).\n")
-        rows = ["| name | what it does |", "|---|---|"]
-        rows += [f"| {_link(name)} | {_first_line(value)} |" for name, value in names.items()]
-        blocks.append("\n".join(rows) + "\n")
+        # A list, and not a table, because a phone shows long names in a list without scrolling.
+        lines = [f"- {_link(name)}: {_first_line(value)}" for name, value in names.items()]
+        blocks.append("\n".join(lines) + "\n")
     blocks.append(f"## Ops and their kernels\n\n{_OPS}\n\n{ops_table()}")
     return "\n".join(blocks)
 
