@@ -1,7 +1,8 @@
 """Fine-tune a checkpoint in NVFP4 with LoRA, save the adapters, and merge them into the weights.
 
-Run it: ``python -m jax_nvfp4_moe.examples.fine_tune --output FOLDER``. FOLDER gets ``adapters``, the
-files of PEFT, and ``merged``, a checkpoint that `load_model` reads. On a CPU this takes minutes.
+Run it: ``python -m jax_nvfp4_moe.examples.fine_tune --output FOLDER``. FOLDER gets ``adapters``,
+the files of PEFT, and ``merged``, a checkpoint that `load_model` reads. On a CPU this takes
+minutes.
 
 Without ``--text``, the example model learns a style of Python that it has never seen: the functions
 of an imagined shipping office, which `write_functions` writes. The held-out functions convert pairs
@@ -20,11 +21,27 @@ from flax import nnx
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.examples.lora import CHECKPOINT, loss
 
-UNITS = (
-    "barrel bolt brick bundle cask coil crate drum keg loaf pallet pipe reel sack sheet spool tile "
-    "truck"
-).split()
-PLACES = "Dock Harbor Yard Quay Depot Annex Kiln Mill".split()
+UNITS = [
+    "barrel",
+    "bolt",
+    "brick",
+    "bundle",
+    "cask",
+    "coil",
+    "crate",
+    "drum",
+    "keg",
+    "loaf",
+    "pallet",
+    "pipe",
+    "reel",
+    "sack",
+    "sheet",
+    "spool",
+    "tile",
+    "truck",
+]
+PLACES = ["Dock", "Harbor", "Yard", "Quay", "Depot", "Annex", "Kiln", "Mill"]
 FORM = """\
 #: {place} | {one} -> {other}
 @audited("{place_lower}-{index:03d}")

@@ -51,7 +51,7 @@ def score_targets(
     if count <= _TOGETHER:
         scores = score(rows)
     else:
-        # A backward pass computes the logits of each piece again. Otherwise it would keep all logits.
+        # Otherwise a forward pass would keep the logits of all pieces for the backward pass.
         again = jax.checkpoint(score, prevent_cse=False)
         scores = jax.tree.map(jnp.ravel, lax.map(again, jax.tree.map(_split, rows)))
     return jax.tree.map(lambda each: each[:count].reshape(targets.shape), scores)

@@ -11,7 +11,7 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.examples import fine_tune
 
 # One short program for all runs: a rank, a batch and a length.
-SHORT = "--rank 4 --batch 4 --length 48 --targets q_proj v_proj o_proj".split()
+SHORT = ["--rank", "4", "--batch", "4", "--length", "48", "--targets", "q_proj", "v_proj", "o_proj"]
 
 
 @pytest.fixture(autouse=True)
