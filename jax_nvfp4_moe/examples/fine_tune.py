@@ -21,7 +21,7 @@ from flax import nnx
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.examples.lora import CHECKPOINT, loss
 
-UNITS = [
+UNITS = (
     "barrel",
     "bolt",
     "brick",
@@ -40,8 +40,8 @@ UNITS = [
     "spool",
     "tile",
     "truck",
-]
-PLACES = ["Dock", "Harbor", "Yard", "Quay", "Depot", "Annex", "Kiln", "Mill"]
+)
+PLACES = ("Dock", "Harbor", "Yard", "Quay", "Depot", "Annex", "Kiln", "Mill")
 FORM = """\
 #: {place} | {one} -> {other}
 @audited("{place_lower}-{index:03d}")
