@@ -60,6 +60,17 @@ def test_gradients_of_adapters(remat):
     assert_accurate(read_gradients(model, gradients), yardstick, truth)
 
 
+def test_adapters_that_are_merge_aware_have_the_gradients_of_plain_ones_at_first():
+    """Both options compute the frozen weights while B is zero, and A has no gradient then."""
+    model = make(filled=False, merge_aware=True)
+    found = read_gradients(model, nnx.jit(nnx.grad(total, argnums=ADAPTERS))(model, X))
+    _, truth = differentiate_plain([model], X, np.float64)
+    _, yardstick = differentiate_plain([model], X, np.float32)
+    for one in (found, truth, yardstick):
+        assert not any(one.pop(name).any() for name in list(one) if name.endswith(".a"))
+    assert_accurate(found, yardstick, truth)
+
+
 def take(stack, index):
     """Return one model of a stack."""
     graph, state = nnx.split(stack)
