@@ -20,7 +20,8 @@ ROUNDED = {
     "moe_mlp with a scale for each token",
     "prepare_heads with an FP8 cache",
 }
-STEP = 2.0**-6  # root mean square of the change of each value; the values are about 1
+# Root mean squares of the changes of values, which are about 1 themselves.
+STEPS = [2.0**-power for power in range(2, 13)]
 TERMS = 64  # terms of the sums in an op
 CONTROL = 2.0**-5  # relative error of a derivative that must be caught
 
@@ -68,22 +69,29 @@ class Differences:
             wide = c * np.asarray(y, np.float64)
             total += wide.sum()
             error += TERMS * 2**-24 * np.abs(wide).sum()
-            if y.dtype == jnp.bfloat16:  # six standard deviations of roundings by half of 2^-8
-                error += 6 * 2**-9 * np.sqrt(np.square(wide).sum() / 3)
+            if y.dtype == jnp.bfloat16:  # six standard deviations of roundings by 2^-8 at most
+                error += 6 * 2**-8 * np.sqrt(np.square(wide).sum() / 3)
         return total, error
 
     def along(self, direction):
-        """Return the central difference, and a bound of its error.
+        """Return the central difference of the best step, and a bound of its error.
 
         Twice the step has four times the error of truncation. The difference of both is therefore
-        more than that of the smaller step, while the next order is small.
+        more than the error of the smaller step. A quarter of the difference of twice these steps
+        must confirm it.
         """
         found = []
-        for step in (STEP, 2 * STEP):
+        for step in STEPS:
             (ahead, one), (behind, other) = (self.at(direction, way) for way in (step, -step))
             found.append(((ahead - behind) / (2 * step), (one + other) / (2 * step)))
-        (near, noise), (far, more) = found
-        return near, abs(near - far) + noise + more
+        bounds = []
+        for (widest, _), (wide, more), (near, noise) in zip(
+            found, found[1:], found[2:], strict=False
+        ):
+            truncation = max(abs(near - wide), abs(wide - widest) / 4)
+            bounds.append((truncation + noise + more, near))
+        bound, difference = min(bounds)
+        return difference, bound
 
 
 @functools.cache
