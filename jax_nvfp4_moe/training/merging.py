@@ -133,7 +133,10 @@ def _find_mesh(value: Any) -> Mesh | None:
     """Return the mesh on which a value is, with Auto axes; None if it is on one device."""
     found = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(value))
     named = [one for one in found if isinstance(one, NamedSharding)]
-    return Mesh(named[0].mesh.devices, named[0].mesh.axis_names) if named else None
+    if not named:
+        return None
+    mesh: Any = named[0].mesh
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def _gather(variable: Any) -> Any:
