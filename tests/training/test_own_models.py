@@ -159,9 +159,13 @@ def test_a_step_that_donates_the_model_and_the_optimizer(dtype):
 
 def test_gradients_in_bfloat16_are_those_of_float32():
     """Adapters in bfloat16 have the gradients at their own values, rounded once."""
-    model, wide = make(dtype=jnp.bfloat16), make()
-    adapters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.state(model, nnx.LoRAParam))
-    nnx.update(wide, adapters)
+    model, wide = make(), make()
+    for one, dtype in ((model, jnp.bfloat16), (wide, jnp.float32)):
+        rounded = jax.tree.map(
+            lambda leaf, dtype=dtype: leaf.astype(jnp.bfloat16).astype(dtype),
+            nnx.state(one, nnx.LoRAParam),
+        )
+        nnx.update(one, rounded)
     found, wanted = (
         read_gradients(one, nnx.jit(nnx.grad(total, argnums=ADAPTERS))(one, X))
         for one in (model, wide)
