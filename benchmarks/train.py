@@ -17,6 +17,9 @@ memory a step takes:
 - "peak": the peak of the device, where it counts one. A peak never shrinks, so that rows with
   ``--remat yes`` come first. A row that does not raise the peak of the rows before it has none.
 
+On a CPU, "temp" hardly falls with ``--remat yes``, because XLA may merge the two computations of a
+layer again. "kept" says what remat leaves.
+
 With ``--compile-only``, nothing runs, and rows have no times. Two runs with one layer and two
 layers at the true sizes then say what each further layer adds. Prints a table and writes
 ``benchmarks/results/train.DEVICE.json``.
