@@ -18,11 +18,13 @@ from moe_cases import CASES, Case, Ceilings, floor_us
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint import LinearWeights, Source
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
 from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.models.drafting_layers import build_drafter
 from jax_nvfp4_moe.models.loading import find_architecture
 from jax_nvfp4_moe.nn.building.builder import Builder
 from jax_nvfp4_moe.nn.building.filling import fill
+from jax_nvfp4_moe.nn.building.projection_names import name_projections
 from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
@@ -462,6 +464,7 @@ def build_model(
     read -= sum(count_bytes(module.params) for module in expert_modules(model))
     fill(model, "", make.parts, weights, settings)
     jax.block_until_ready(nnx.state(model))
+    model.projection_names = name_projections(make.parts, KeyMapping(), row.renamed)
     return Built(model, read, weights.linear_weights, settings)
 
 

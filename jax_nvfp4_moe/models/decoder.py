@@ -275,6 +275,7 @@ class Decoder(nnx.Module):
         logits_at: Int32[Array, " b"] | None = None,
         num_tokens: int | None = None,
         with_hidden: bool = False,
+        remat: bool = False,
     ):
         """Return float32 logits ``[b, t, vocab]``, and with a cache also the updated cache.
 
@@ -296,6 +297,9 @@ class Decoder(nnx.Module):
             the head makes logits. They are those of all positions, whatever `logits_at` is. With
             drafting layers of DeepSeek-V4, they are the residual streams that `draft` reads, ``[b,
             t, n * h]``. False by default.
+          remat: whether a backward pass computes each layer again. It then keeps what enters each
+            layer, and not what the layers compute inside, which takes most of the memory of a
+            training step. Results do not change. False by default.
 
         Values are checked if they are known: outside of ``jax.jit``, and for arrays that this
         process holds as a whole. A trace cannot raise an error for a value. Inside a trace, values
@@ -314,12 +318,13 @@ class Decoder(nnx.Module):
             a position beyond ``config.max_positions``.
         """
         _check_call(input_ids, cache)
-        run = functools.partial(Decoder._call, num_tokens=num_tokens, with_hidden=with_hidden)
+        how = {"num_tokens": num_tokens, "with_hidden": with_hidden, "remat": remat}
+        run = functools.partial(Decoder._call, **how)
         return _run_on_any_mesh(run, self, input_ids, cache, lengths, logits_at)
 
-    def _call(self, input_ids, cache, lengths, logits_at, *, num_tokens, with_hidden):
+    def _call(self, input_ids, cache, lengths, logits_at, *, num_tokens, with_hidden, remat):
         """Compute `__call__`."""
-        stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens)
+        stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens, remat)
         if logits_at is None:
             x = self.close_stream(stream)
             results = [unpack(self._logits(x), positions)]
@@ -424,10 +429,14 @@ class Decoder(nnx.Module):
         *,
         lengths: Int32[Array, " b"] | None = None,
         num_tokens: int | None = None,
+        remat: bool = False,
     ):
         """Return how the model predicts `targets`, without all logits in memory.
 
         ``scores.log_probability[b, t] = log_softmax(model(input_ids)[b, t])[targets[b, t]]``
+
+        A backward pass computes the logits again, a piece at a time. The mean of
+        ``-scores.log_probability`` is therefore the loss that takes the least memory.
 
         Args:
           input_ids: as in a call of the model.
@@ -436,6 +445,7 @@ class Decoder(nnx.Module):
           cache: as in a call of the model, by default None.
           lengths: as in a call of the model, by default None.
           num_tokens: as in a call of the model, by default None.
+          remat: as in a call of the model, by default False.
 
         Returns:
           `TokenScores`, and with a cache also the updated cache.
@@ -446,19 +456,19 @@ class Decoder(nnx.Module):
         """
         _check_call(input_ids, cache)
         _check_targets(self.config, targets, input_ids)
-        run = functools.partial(Decoder._score_targets, num_tokens=num_tokens)
+        run = functools.partial(Decoder._score_targets, num_tokens=num_tokens, remat=remat)
         return _run_on_any_mesh(run, self, input_ids, targets, cache, lengths)
 
-    def _score_targets(self, input_ids, targets, cache, lengths, *, num_tokens):
+    def _score_targets(self, input_ids, targets, cache, lengths, *, num_tokens, remat):
         """Compute `score`."""
-        stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens)
+        stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens, remat)
         x = self.close_stream(stream)
         targets = pack_like(jnp.asarray(targets, jnp.int32), positions, x)
         scores = score_targets(self._logits, x, targets)
         scores = TokenScores(*(unpack(each, positions) for each in scores))
         return scores if cache is None else (scores, cache)
 
-    def _read(self, input_ids, cache, lengths, num_tokens):
+    def _read(self, input_ids, cache, lengths, num_tokens, remat):
         """Run the layers; return what leaves the last one, the positions and the updated cache."""
         _check_values(self.config, input_ids, cache, lengths, num_tokens)
         input_ids, positions, read = self._place(input_ids, cache, lengths)
@@ -473,7 +483,8 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 entry = None if cache is None else cache.layers[index]
-                stream, entry = layer(stream, positions, entry)
+                run = jax.checkpoint(layer.__call__) if remat else layer
+                stream, entry = run(stream, positions, entry)
             entries.append(entry)
         if cache is not None:
             cache = self._shard_rows(Cache(tuple(entries), read, cache.max_length))

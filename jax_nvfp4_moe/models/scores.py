@@ -51,7 +51,9 @@ def score_targets(
     if count <= _TOGETHER:
         scores = score(rows)
     else:
-        scores = jax.tree.map(jnp.ravel, lax.map(score, jax.tree.map(_split, rows)))
+        # Otherwise a forward pass would keep the logits of all pieces for the backward pass.
+        again = jax.checkpoint(score, prevent_cse=False)
+        scores = jax.tree.map(jnp.ravel, lax.map(again, jax.tree.map(_split, rows)))
     return jax.tree.map(lambda each: each[:count].reshape(targets.shape), scores)
 
 

@@ -178,8 +178,10 @@ def grouped_low_rank(
     taken = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     own = (taken < ends[owner][:, None])[..., None]
     blocks = jnp.where(own, rows[jnp.clip(taken, 0, m - 1)], jnp.zeros((), rows.dtype))
-    inner = _multiply_each(blocks, pair.a[owner]).astype(rows.dtype)
-    y = pair.scale * _multiply_each(inner, pair.b[owner])
+    # In 16 bits, a backward pass would round the sum of an expert's blocks after each addition.
+    first, second = (matrix.astype(jnp.float32)[owner] for matrix in (pair.a, pair.b))
+    inner = _multiply_each(blocks, first).astype(rows.dtype)
+    y = pair.scale * _multiply_each(inner, second)
     expert = jnp.minimum(slots.experts, e - 1)
     within = jnp.arange(m, dtype=jnp.int32) - starts[expert]
     place = (first_blocks[expert] + within // size) * size + within % size

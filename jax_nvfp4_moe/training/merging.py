@@ -7,13 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe.nn.attention.latent_attention import HeadMatrices
 from jax_nvfp4_moe.nn.experts.routed_experts import RoutedExperts
-from jax_nvfp4_moe.nn.linear.lora import merge_weight
+from jax_nvfp4_moe.nn.linear.lora import LoRA, LowRankPair, merge_weight
 from jax_nvfp4_moe.nn.linear.scaled_linear import ScaledLinear
+from jax_nvfp4_moe.nn.saving.resharding import Entry, convert
 from jax_nvfp4_moe.numerics.arguments import check_kind
-from jax_nvfp4_moe.ops.low_rank import add_to_each
+from jax_nvfp4_moe.numerics.changed_weights import add_rounded
+from jax_nvfp4_moe.ops.low_rank import add_to_each, product_of
+from jax_nvfp4_moe.parallel.shard_order import to_one_device
+from jax_nvfp4_moe.parallel.sharded_variable import find_layout
 from jax_nvfp4_moe.training.adaptable import HEAD, Adaptable, find_adaptable
 
 
@@ -36,11 +41,13 @@ def merge_lora(model: nnx.Module) -> None:
     Memory holds the float32 weights of one linear layer, or of one expert, at a time.
 
     Args:
-      model: a model with adapters that `add_lora` or `load_lora` has added, on one device.
+      model: a model with adapters that `add_lora` or `load_lora` has added. On a mesh, each
+        adapted weight is gathered on every device, one layer at a time, and sharded again as
+        before. The merged weights have the bits of a merge on one device. All processes must call.
 
     Raises:
-      ValueError: the model has no adapters, or is on a mesh, or an adapter is not finite. The model
-        is then unchanged.
+      ValueError: the model has no adapters, or an adapter is not finite. The model is then
+        unchanged.
 
     Example:
       >>> import importlib.resources
@@ -59,10 +66,11 @@ def merge_lora(model: nnx.Module) -> None:
     arXiv:1308.3432, 2013.
     """
     check_kind("model", model, nnx.Module)
-    layers = [layer for layer in find_adaptable(model) if layer.pair is not None]
+    known = find_adaptable(model)
+    layers = [layer for layer in known if layer.pair is not None]
     _check(layers)
     for owner in {id(layer.owner): layer.owner for layer in layers}.values():
-        _merge(owner)
+        _merge(owner, [layer for layer in known if layer.owner is owner])
     for layer in layers:
         layer.remove()
     derive = getattr(model, "derive_weights", None)
@@ -74,38 +82,83 @@ def _check(layers: list[Adaptable]) -> None:
     """Check that the adapters of some layers can be merged.
 
     Raises:
-      ValueError: there are none, the model is on a mesh, or values are not finite.
+      ValueError: there are none, or values are not finite.
     """
     if not layers:
         raise ValueError(
             "model: expected a model with adapters, which add_lora or load_lora adds; got none"
-        )
-    sharded = [layer.name for layer in layers if layer.on_mesh]
-    if sharded:
-        raise ValueError(
-            f"model: expected a model on one device, but {sharded[0]} is on a mesh. Write the "
-            "adapters with save_lora, load the model without a mesh, and use load_lora there"
         )
     for layer in layers:
         if not all(jnp.isfinite(matrix).all() for matrix in layer.take()):
             raise ValueError(f"model: the adapter of {layer.name} has values that are not finite")
 
 
-def _merge(owner: Any) -> None:
-    """Add the adapters of a module to its weights."""
+def _merge(owner: Any, layers: list[Adaptable]) -> None:
+    """Add the adapters of a module to its weights.
+
+    Args:
+      owner: the module.
+      layers: all layers of the file that the module holds, in the order of its rows.
+    """
+    pairs = {layer.part: _whole_pair(layer) for layer in layers if layer.pair is not None}
     if isinstance(owner, HeadMatrices):
-        owner.merge()
+        (pair,) = pairs.values()
+        keys, values = (_gather(variable) for variable in (owner.keys, owner.values))
+        change = product_of(pair.read()).reshape(len(keys), -1, keys.shape[-1])
+        changes = jnp.split(change, [keys.shape[1]], axis=1)
+        _shard(owner.keys, add_rounded(keys, changes[0]))
+        _shard(owner.values, add_rounded(values, changes[1]))
     elif isinstance(owner, RoutedExperts):
-        stacked = owner.params.get_value().down.shape[:-3]
-        assert owner.adapter is not None
-        pairs = {name: pair.read() for name, pair in owner.adapter.pairs().items()}
-        owner.params.set_value(_merge_experts(owner.params.get_value(), pairs, len(stacked)))
+        params = _gather(owner.params)
+        read = {name: pair.read() for name, pair in pairs.items()}
+        _shard(owner.params, _merge_experts(params, read, len(params.down.shape) - 3))
     else:
         scaled = isinstance(owner, ScaledLinear)
         linear = owner.linear if scaled else owner
-        weight, scale = linear.weight.get_value(), owner.scale.get_value() if scaled else None
-        made = _merge_linear(weight, owner.adapter, scale, len(weight.shape) - 2)
-        linear.weight.set_value(made)
+        adapter = LoRA({layer.part: layer.shape[-2] for layer in layers}, pairs)
+        weight, scale = _gather(linear.weight), _gather(owner.scale) if scaled else None
+        _shard(linear.weight, _merge_linear(weight, adapter, scale, len(weight.shape) - 2))
+
+
+def _whole_pair(layer: Adaptable) -> LowRankPair:
+    """Return the adapter of a layer with whole matrices in the order of the file."""
+    assert layer.pair is not None
+    if not layer.on_mesh:
+        return layer.pair
+    a, b = (nnx.LoRAParam(jnp.asarray(matrix)) for matrix in layer.take())
+    return LowRankPair(a, b, layer.pair.alpha, layer.pair.merge_aware)
+
+
+def _find_mesh(value: Any) -> Mesh | None:
+    """Return the mesh on which a value is, with Auto axes; None if it is on one device."""
+    found = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(value))
+    named = [one for one in found if isinstance(one, NamedSharding)]
+    if not named:
+        return None
+    mesh: Any = named[0].mesh
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
+def _gather(variable: Any) -> Any:
+    """Return the value of a variable; on a mesh as on one device, replicated on all devices."""
+    value, layout = variable.get_value(), find_layout(variable)
+    mesh = _find_mesh(value)
+    if mesh is None:
+        return value
+    whole = functools.partial(to_one_device, layout=layout)
+    return jax.jit(whole, out_shardings=NamedSharding(mesh, PartitionSpec()))(value)
+
+
+def _shard(variable: Any, made: Any) -> None:
+    """Store a value from `_gather` in a variable, in the order and on the devices of its value."""
+    value = variable.get_value()
+    if _find_mesh(value) is None:
+        variable.set_value(made)
+    else:
+        name, layout = "merged", find_layout(variable)
+        again = convert(Entry(name, made, None), Entry(name, value, layout))
+        placed = jax.device_put(again, jax.tree.map(lambda leaf: leaf.sharding, value))
+        variable.set_value(placed)
 
 
 @functools.partial(jax.jit, static_argnums=3)

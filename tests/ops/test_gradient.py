@@ -301,21 +301,31 @@ def test_exported_for_any_number_of_tokens():
     x, params, ids, weights = layer()
     weight = jax.tree.map(lambda leaf: leaf[0], params.down)
 
-    def total(x, ids, weights):
+    def total(x, ids, weights, bar):
         y = nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a16")
         inner = jnp.sin(x)[:, : params.intermediate]
-        return jnp.sum(jnp.square(y)) + jnp.sum(nvfp4.ops.linear(inner, weight, scheme="w4a16"))
+        return jnp.sum((y + nvfp4.ops.linear(inner, weight, scheme="w4a16")) * bar)
 
     run = jax.jit(jax.grad(total, (0, 2)))
-    given = x, jnp.asarray(ids), jnp.asarray(weights)
+    given = x, jnp.asarray(ids), jnp.asarray(weights), jnp.asarray(cotangent(x))
     (t,) = jax.export.symbolic_shape("t")
     shapes = [jax.ShapeDtypeStruct((t, *one.shape[1:]), one.dtype) for one in given]
     allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNELS]
     exported = jax.export.export(run, disabled_checks=allowed)(*shapes)
     for tokens in (1, 9):
         some = [one[:tokens] for one in given]
-        for got, want in zip(exported.call(*some), run(*some), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+        call, operands = find_activation("silu"), (some[0], params, *some[1:3])
+        yardstick, truth = (dict(find(*operands, call, bar=some[3])) for find in (of_xla, exact))
+        for found, dtype in ((yardstick, np.float32), (truth, np.float64)):
+            inner = np.asarray(some[3], dtype) @ np.asarray(weight.dequantize(), dtype)
+            beside = np.zeros(some[0].shape, dtype)
+            slope = np.cos(np.asarray(some[0], dtype))
+            beside[:, : params.intermediate] = inner * slope[:, : params.intermediate]
+            found["x"] = found["x"] + beside
+        for name, got in zip(("x", "expert_weights"), exported.call(*some), strict=True):
+            assert_as_accurate_as(got, yardstick[name], truth[name])
+            with pytest.raises(AssertionError, match="yardstick"):
+                assert_as_accurate_as(got * (1 + 2**-10), yardstick[name], truth[name])
 
 
 KERNELS = tuple(name for record in RECORDS for name in record.ffi_targets if name.endswith("_cpu"))

@@ -17,6 +17,7 @@ import types
 import blackwell
 import cpu_model
 import decode
+import jax
 import jax.numpy as jnp
 import layer
 import model_peers
@@ -27,6 +28,7 @@ import numpy as np
 import prefill
 import pytest
 import quantize
+import train
 import whole_model
 from flax import nnx
 from moe_cases import CASES, Ceilings
@@ -295,6 +297,31 @@ def test_a_step_is_measured_with_the_tokens_of_generate(tiny):
     assert row["tokens_sha256"] == hashlib.sha256(tokens.tobytes()).hexdigest()
     assert 0 < row["low"] <= row["step_us"] <= row["high"]
     assert row["compilations"] == 0
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_a_training_step_is_measured(remat):
+    """A step learns, and the forward pass keeps less if layers are computed again."""
+    whole = whole_model.MODELS["tiny"].cut(2)
+    model = whole_model.build_model(whole, "nvfp4").model
+    nvfp4.add_lora(model, 2, targets=["mixers", "experts"], rngs=nnx.Rngs(0))
+    arguments = types.SimpleNamespace(
+        batch=1, tokens=32, rank=2, targets=["mixers", "experts"], compile_only=False
+    )
+    # Each token keeps what enters the two layers and what leaves them, as a pair in bfloat16.
+    few, many = (train.kept_bytes(model, 1, tokens, remat) for tokens in (32, 64))
+    streams = 32 * 3 * 2 * 64 * 2
+    assert (many - few < 2 * streams) == remat
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # for optax
+        row = train.measure(model, arguments, remat, 64)
+    assert row["kept_gb"] == few / 1e9
+    assert row["tokens_per_s"] == pytest.approx(32 / row["step_ms"] * 1e3)
+    assert 0 < row["forward_ms"] < row["step_ms"]
+    experts = 8 * 2 * (64 + 96 + 48 + 64)
+    mixers = 2 * (64 + 64 + 2 * (64 + 32) + 64 + 64)
+    assert row["adapter_parameters"] == 2 * (experts + mixers)
+    assert row["weights_gb"] > 0
+    assert train.show([{"model": "tiny", **row}]).count("\n") == 2
 
 
 @pytest.mark.slow

@@ -117,3 +117,39 @@ def test_a_saved_model_moves_to_another_mesh(tmp_path, here, there):
     for one, other in zip(find_adaptable(mesh), find_adaptable(again), strict=True):
         if one.pair is not None:
             jax.tree.map(np.testing.assert_array_equal, one.take(), other.take())
+
+
+def of_kind(model):
+    """Return the arrays of a model without adapters, by their paths."""
+    state = nnx.state(model, nnx.Not(nnx.LoRAParam))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (QWEN.name, (2, 4)),  # two devices hold the same key head
+        pytest.param("deepseekv3-modelopt-w4a4", (4, 2), marks=pytest.mark.slow),  # latents
+        pytest.param("granitemoehybrid-modelopt-w4a16", (2, 1), marks=pytest.mark.slow),
+        pytest.param("gpt_oss-modelopt-w4a16", (2, 1), marks=pytest.mark.slow),  # biases
+    ],
+)
+def test_a_model_on_a_mesh_is_merged_with_the_bits_of_one_device(tmp_path, name, shape):
+    """The merged weights are sharded as before, and `restore` moves them to one device."""
+    folder = CHECKPOINTS / name
+    one, cut = both(folder, shape)
+    before = {path: leaf.sharding for path, leaf in of_kind(cut).items()}
+    for model in (one, cut):
+        nvfp4.merge_lora(model)
+        assert not jax.tree.leaves(nnx.state(model, nnx.LoRAParam))
+    assert {path: leaf.sharding for path, leaf in of_kind(cut).items()} == before
+    nvfp4.save(tmp_path / "saved", cut)
+    moved, original = nvfp4.restore(tmp_path / "saved", load(folder)), of_kind(load(folder))
+    changed = 0
+    for path, leaf in of_kind(one).items():
+        np.testing.assert_array_equal(of_kind(moved)[path], leaf, path)
+        changed += bool((np.asarray(leaf) != np.asarray(original[path])).any())
+    assert changed > 4
+    assert (
+        difference(*(call(model, IDS % one.config.vocab_size) for model in (cut, one))) <= 2 * BOUND
+    )

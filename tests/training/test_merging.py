@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.files.given import CHECKPOINTS, MODELS, reference_tensors
-from support.models.adapters import adapted, fill, load, loss_and_gradients
+from support.models.adapters import adapted, fill, load
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.nn.linear.lora import LoRA, weight_with_adapters
 from jax_nvfp4_moe.numerics.changed_weights import add_rounded
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor, quantize_by
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 from jax_nvfp4_moe.training.adaptable import find_adaptable
 
 call = jax.jit(lambda model, ids: model(ids))
@@ -185,32 +186,23 @@ def test_gradients_take_the_rounding_for_the_identity():
     x = jax.random.normal(jax.random.key(0), (5, 64))
     wrt = nnx.DiffState(0, nnx.LoRAParam)
     found = nnx.grad(lambda layer, x: (layer(x) ** 2).sum(), argnums=(wrt, 1))(layer, x)
-    weight = layer.weight.get_value()
+    rounded = values(multiplied(layer))
 
-    def expected(a, b, x):
-        change = 2 * b @ a
-        rounded = add_rounded(weight, jax.lax.stop_gradient(change)).dequantize()
-        through = jax.lax.stop_gradient(rounded - change) + change
-        return ((x @ through.T) ** 2).sum()
+    def expected(dtype, weight):
+        """Return what the derivative of ``sum((x @ weight.T)^2)`` is to a, b and x."""
+        wide, first, second, weight = (np.asarray(each, dtype) for each in (x, a, b, weight))
+        y_bar = 2 * wide @ weight.T
+        bar = y_bar.T @ wide  # of the weight; its change is 2 b a
+        return 2 * second.T @ bar, 2 * bar @ first.T, y_bar @ weight
 
-    with jax.default_matmul_precision("highest"):
-        wanted = jax.grad(expected, argnums=(0, 1, 2))(jnp.asarray(a), jnp.asarray(b), x)
-    gradients = jax.tree.leaves(found)
-    for own, other in zip(gradients, wanted, strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
-
-
-def test_experts_have_the_gradients_of_plain_adapters_at_first():
-    """Both options compute the model of the checkpoint while B is zero."""
-    folder, found = CHECKPOINTS / "qwen3_moe-window-modelopt-w4a16", []
-    ids = ids_of("qwen3_moe-window-modelopt-w4a16")
-    for merge_aware in (False, True):
-        model = adapted(load(folder), 2, merge_aware=merge_aware)
-        value, gradients = loss_and_gradients(model, ids)
-        found.append((value, *jax.tree.leaves(gradients)))
-    assert max(np.abs(one).max() for one in found[0][1:]) > 1e-3
-    for plain, aware in zip(*found, strict=True):
-        np.testing.assert_allclose(aware, plain, rtol=1e-3, atol=1e-6)
+    truth, yardstick = (expected(dtype, rounded) for dtype in (np.float64, np.float32))
+    unrounded = values(layer.weight.get_value()) + 2 * b @ a
+    for own, plain, exact, other in zip(
+        jax.tree.leaves(found), yardstick, truth, expected(np.float64, unrounded), strict=True
+    ):
+        assert_as_accurate_as(own, plain, exact)
+        with pytest.raises(AssertionError, match="yardstick"):  # the sum that is not rounded
+            assert_as_accurate_as(np.float32(other), plain, exact)
 
 
 def test_a_mesh_trains_through_the_same_rounding():
@@ -225,7 +217,7 @@ def test_a_mesh_trains_through_the_same_rounding():
 
 
 def test_what_cannot_be_merged_is_refused():
-    """A model without adapters, on a mesh or with values that are not finite stays as it is."""
+    """A model without adapters, or with values that are not finite, stays as it is."""
     folder = CHECKPOINTS / "qwen3_moe-window-modelopt-w4a16"
     model = load(folder)
     with pytest.raises(ValueError, match="expected a model with adapters"):
@@ -239,10 +231,6 @@ def test_what_cannot_be_merged_is_refused():
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_proj .* not finite"):
         nvfp4.merge_lora(model)
     jax.tree.map(np.testing.assert_array_equal, weights_of(model), before)
-    mesh = load(folder, mesh=jax.make_mesh((2,), ("expert",)))
-    nvfp4.add_lora(mesh, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="on a mesh"):
-        nvfp4.merge_lora(mesh)
 
 
 FILES = (

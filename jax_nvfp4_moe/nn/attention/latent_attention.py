@@ -134,12 +134,6 @@ class HeadMatrices(nnx.Module):
         keys, values = (_add_straight_through(*pair) for pair in pairs)
         return keys, values
 
-    def merge(self) -> None:
-        """Add the product of the adapter to `keys` and `values`; each sum is rounded once."""
-        changes = self._split(product_of(self._pair()))
-        for variable, change in zip((self.keys, self.values), changes, strict=True):
-            variable.set_value(add_rounded(variable.get_value(), change))
-
     def reduce(self, latent: Float[Array, "... rank"]) -> Float[Array, "... r"] | None:
         """Return the product of latents with the adapter's A, or None if none is added."""
         if not self._adds():

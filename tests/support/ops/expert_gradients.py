@@ -25,13 +25,14 @@ def cotangent(x):
     return normal(7, *x.shape).astype(x.dtype)
 
 
-def gradients(run, x, params, weights):
-    """Return the gradients of ``sum(y * cotangent)``, by name."""
+def gradients(run, x, params, weights, bar=None):
+    """Return the gradients of ``sum(y * bar)``, by name; `bar` is `cotangent(x)` by default."""
+    bar = cotangent(x) if bar is None else bar
 
     def total(x, weights, *biases):
         given = dataclasses.replace(params, gate_up_bias=biases[0], down_bias=biases[1])
         y = run(x, given, weights)
-        return jnp.sum(y.astype(jnp.float32) * cotangent(x).astype(jnp.float32))
+        return jnp.sum(y.astype(jnp.float32) * bar.astype(jnp.float32))
 
     biases = params.gate_up_bias, params.down_bias
     return dict(zip(NAMES, jax.grad(total, range(4))(x, weights, *biases), strict=True))
@@ -51,19 +52,20 @@ def _ours(x, params, ids, weights, options):
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def of_xla(x, params, ids, weights, call):
+def of_xla(x, params, ids, weights, call, bar=None):
     """Return the yardstick: gradients of plain XLA on dequantized weights, in the dtype of x."""
 
     def run(x, params, weights):
         return moe_mlp_xla(x, params, ids, weights, call, x.dtype)
 
-    return gradients(run, x, params, weights)
+    return gradients(run, x, params, weights, bar)
 
 
-def exact(x, params, ids, weights, call, *, on_input=False, rounded=None):
+def exact(x, params, ids, weights, call, *, on_input=False, rounded=None, bar=None):
     """Return gradients of the dequantized model in float64; `rounded` counts as the identity."""
     matrices = (params.gate_up.dequantize(), params.down.dequantize())
-    operands = (x, weights, params.gate_up_bias, params.down_bias, *matrices, cotangent(x))
+    bar = cotangent(x) if bar is None else bar
+    operands = (x, weights, params.gate_up_bias, params.down_bias, *matrices, bar)
     operands = [np.asarray(a, np.float64) for a in operands]
     with jax.enable_x64(True):
         found = _exact(*operands, np.asarray(ids), call=call, on_input=on_input, rounded=rounded)
