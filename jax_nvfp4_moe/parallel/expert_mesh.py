@@ -17,6 +17,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_nvfp4_moe.ops.all_reduce import PeerGroups, all_reduce
 from jax_nvfp4_moe.scheme import DYNAMIC, CheckpointScheme, Target
 
 EXPERT, TENSOR, DATA = ROLES = "expert", "tensor", "data"
@@ -31,10 +32,13 @@ class ExpertMesh:
     Attributes:
       mesh: the `jax.sharding.Mesh`.
       names: pairs of a role and the name of its axis, for roles whose axis has another name.
+      peers: pairs of the roles of a sum and the GPUs that add up small arrays through each other's
+        memory; see `connect_peers`. Empty (default) if XLA adds up everything.
     """
 
     mesh: Mesh
     names: tuple[tuple[str, str], ...] = ()
+    peers: tuple[tuple[tuple[str, ...], PeerGroups], ...] = ()
 
     @property
     def expert(self) -> int:
@@ -109,12 +113,33 @@ class ExpertMesh:
         """Return the sharding for a specification that `spec` returned."""
         return NamedSharding(self.mesh, spec)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the current trace is the program of one device of the mesh, by `shard_map`."""
+        here = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(here.axis_names, here.axis_types, strict=True))
+        return all(kinds.get(name) is AxisType.Manual for name in self.mesh.axis_names)
+
     def shard_map(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Return a function that runs `body` on each shard with its parts of the arguments."""
+        """Return a function that runs `body` on each shard with its parts of the arguments.
+
+        In the program of one device, it is `body`: the arguments are parts already.
+        """
+        if self.is_inside:
+            return body
         # The types of custom calls do not say how results vary between shards: nothing to check.
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+    def add_up(self, y: jax.Array, *roles: str) -> jax.Array:
+        """Return the sum of `y` over the shards along `roles`, in float32, in the dtype of `y`.
+
+        Call it inside of `shard_map`.
+        """
+        axes = tuple(self.name(role) for role in roles if self.has(role))
+        peers = dict(self.peers).get(roles)
+        return all_reduce(y, axes, peers=peers, target=self.target if peers else None)
 
     def reshard(self, array: Any, *roles: Roles) -> Any:
         """Return `array` sharded along `roles` if the mesh has Explicit axes.
@@ -154,7 +179,7 @@ def find_expert_mesh(mesh: Any, axis_names: Mapping[str, str] | None = None) -> 
 
     Args:
       mesh: `jax.sharding.Mesh` with at least one of the axes "expert", "tensor" and "data". Other
-        axes are left alone: what lies on them is replicated.
+        axes are left alone: what lies on them is replicated. Or an `ExpertMesh`, which is returned.
       axis_names: names of axes that are called something else, such as ``{"expert": "ep", "tensor":
         "tp", "data": "dp"}``. None (default) if the axes are called what they do.
 
@@ -169,6 +194,8 @@ def find_expert_mesh(mesh: Any, axis_names: Mapping[str, str] | None = None) -> 
       >>> expert_mesh.expert, expert_mesh.tensor
       (1, 1)
     """
+    if isinstance(mesh, ExpertMesh):
+        return mesh
     if not isinstance(mesh, Mesh):
         raise ValueError(
             f"mesh: expected a jax.sharding.Mesh with axes {_LISTED}, got {type(mesh).__name__}"

@@ -408,8 +408,8 @@ class NVFP4MoE(nnx.Module):
         self._check_tokens(x)
         x = x.astype(self.dtype)
         chosen = self.route(x) if token_ids is None else self.route(x, token_ids)
-        own = x
-        if self.experts.expert_mesh is not None:
+        own, on_mesh = x, self._spans_devices
+        if on_mesh:
             # Without the barrier, XLA of jax 0.10 merges the first GEMM of the shared experts with
             # the GEMM of the router. It could then no longer overlap with the all-reduce, or the
             # combine, of the routed experts.
@@ -422,7 +422,6 @@ class NVFP4MoE(nnx.Module):
         if self.shared_experts is None:
             return y
         # Over a mesh the arrays are sharded, and a call of a kernel would gather them.
-        on_mesh = self.experts.expert_mesh is not None
         plain_gate = None if on_mesh else self._find_plain_gate()
         with jax.named_scope("shared_experts"):
             shared = self._on_own_tokens(self.shared_experts, own).astype(self.dtype)
@@ -434,6 +433,12 @@ class NVFP4MoE(nnx.Module):
         return add_gated(
             y, gate, shared, target=self.target, backend="reference" if on_mesh else None
         )
+
+    @property
+    def _spans_devices(self):
+        """Whether the block runs on a mesh, and not in the program of one of its devices."""
+        expert_mesh = self.experts.expert_mesh
+        return expert_mesh is not None and not expert_mesh.is_inside
 
     def _find_plain_gate(self):
         """Return the gate if `add_linear_gated` can compute it from its weight, or None."""
