@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -45,8 +46,8 @@ def all_reduce(
 ) -> Float[Array, "..."]:
     """Return the sum of `x` over all devices along mesh axes, in float32, in the dtype of `x`.
 
-    All devices get the same bits, whichever record runs. Two devices get those of `jax.lax.psum`,
-    because the order of two terms does not matter.
+    The kernel adds up in the order of the devices, so that all devices get the same bits. Two
+    devices get those of `jax.lax.psum`, because the order of two terms does not matter.
 
     Args:
       x: the terms of this device, bfloat16, float16 or float32.
@@ -71,7 +72,6 @@ def all_reduce(
         dtype=x.dtype.name,
         sizes={"GPUs": peers.size, "bytes": x.size * x.dtype.itemsize},
     )
-
     options = {"axis_names": axis_names, "peers": peers}
     return with_derivative_of(meaning, plan.lower, **options)(x)
 
@@ -87,7 +87,7 @@ def _lower(ffi_target, x, *, axis_names, peers):
     del axis_names
     flat = x.reshape(-1)
     call = kernel_call(ffi_target, jax.ShapeDtypeStruct(flat.shape, flat.dtype))
-    return call(flat, groups=peers.groups, size=peers.size).reshape(x.shape)
+    return call(flat, groups=peers.groups, size=np.int64(peers.size)).reshape(x.shape)
 
 
 ALL_REDUCE_CUDA = Backend(

@@ -17,6 +17,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_nvfp4_moe.backends.launch_facts import facts
 from jax_nvfp4_moe.ops.all_reduce import PeerGroups, all_reduce
 from jax_nvfp4_moe.scheme import DYNAMIC, CheckpointScheme, Target
 
@@ -140,6 +141,10 @@ class ExpertMesh:
         axes = tuple(self.name(role) for role in roles if self.has(role))
         peers = dict(self.peers).get(roles)
         return all_reduce(y, axes, peers=peers, target=self.target if peers else None)
+
+    def sums_in_chains(self, nbytes: int, role: str) -> bool:
+        """Return whether GPUs add up an array along one role by a kernel of this package."""
+        return (role,) in dict(self.peers) and nbytes in facts().PEER_BYTES
 
     def reshard(self, array: Any, *roles: Roles) -> Any:
         """Return `array` sharded along `roles` if the mesh has Explicit axes.

@@ -91,7 +91,8 @@ def group_devices(expert_mesh: ExpertMesh, axes: Sequence[str]) -> Groups:
 def _connect(roles: tuple[str, ...], groups: Groups, timeout: float) -> PeerGroups:
     """Allocate and connect the memory of the GPUs of all groups. It is never freed."""
     extension: Any = _ffi.load("_nvfp4_cuda")
-    name = f"{'+'.join(roles)} " + " ".join(",".join(str(device.id) for device in group) for group in groups)
+    ids = (",".join(str(device.id) for device in group) for group in groups)
+    name = " ".join(["+".join(roles), *ids])
     size, mine = len(groups[0]), jax.process_index()
     own = {
         device: extension.allocate_peer_memory(device.local_hardware_id, size)

@@ -44,7 +44,7 @@ def on_each_device(run: Callable, expert_mesh: ExpertMesh) -> Callable:
     def call(model, ids, cache):
         leaves, tree = jax.tree.flatten(model)
         given, whole = model_specs(model, expert_mesh), expert_mesh.spec()
-        kept = _cache_specs(model, cache, expert_mesh)
+        kept = cache_specs(model, cache, expert_mesh)
 
         def body(leaves, ids, cache):
             return run(tree.unflatten(leaves), ids, cache)
@@ -70,8 +70,8 @@ def model_specs(model: nnx.Module, expert_mesh: ExpertMesh) -> list[PartitionSpe
     return found
 
 
-def _cache_specs(model, cache, expert_mesh):
-    """Return `cache` with the specification of each array.
+def cache_specs(model: Any, cache: Any, expert_mesh: ExpertMesh) -> Any:
+    """Return a cache of `model` with the specification of each array in its place.
 
     An axis that is shorter in the cache of one device is sharded along `tensor`.
     """

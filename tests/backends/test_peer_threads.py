@@ -17,11 +17,16 @@ KERNEL = ROOT / "ffi" / "cuda" / "collectives" / "all_reduce.cuh"
 # Fault -> pairs of a text of the kernel, and the text in its place.
 FAULTS = {
     "one slot": [("epoch % 2", "0 * epoch")],
-    "a stamp before all values": [("  __syncthreads();\n  if (thread < count", "  if (thread < count")],
+    "a stamp before all values": [
+        ("  __syncthreads();\n  if (thread < count", "  if (thread < count")
+    ],
     "values before the stamps": [("  __syncthreads();\n  if (inside)", "  if (inside)")],
     "another order on each GPU": [
         ("int sender = 0; sender < count; ++sender) {", "int i = 0; i < count; ++i) {"),
-        ("      // The L1 cache", "      const int sender = (rank + i) % count;\n      // The L1 cache"),
+        (
+            "      // The L1 cache",
+            "      const int sender = (rank + i) % count;\n      // The L1 cache",
+        ),
         ("sender == 0 ?", "i == 0 ?"),
     ],
 }

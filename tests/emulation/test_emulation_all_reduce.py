@@ -23,7 +23,8 @@ def make_terms(count, shape, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
-    ("count", "rank", "shape"), [(2, 0, (1, 2048)), (2, 1, (5, 8)), (3, 1, (3, 8, 688)), (8, 7, (16,))]
+    ("count", "rank", "shape"),
+    [(2, 0, (1, 2048)), (2, 1, (5, 8)), (3, 1, (3, 8, 688)), (8, 7, (16,))],
 )
 def test_sums_are_those_in_the_order_of_the_ranks(library, count, rank, shape, dtype):
     terms = make_terms(count, shape, dtype)

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.eight_devices
 # Folder -> the shapes (expert, tensor) of meshes that divide its model.
 MODELS = {
     EXAMPLE: [(2, 1), (1, 2), (2, 2)],
-    CHECKPOINTS / "qwen3_5_moe-modelopt-w4a16": [(1, 2)],  # recurrent states, shared experts
-    CHECKPOINTS / "deepseek_v3-modelopt-mixed-w4a16-kv8": [(1, 2)],  # latent attention
+    CHECKPOINTS / "qwen3_5_moe-modelopt-w4a16": [(2, 1)],  # recurrent states, shared experts
+    CHECKPOINTS / "deepseekv3-modelopt-w4a4": [(1, 2)],  # latent attention, shared experts
 }
 CASES = [
     pytest.param(folder, shape, id=f"{folder.name}-{shape[0]}x{shape[1]}")

@@ -20,7 +20,7 @@
 namespace nvfp4 {
 
 constexpr int kMaxPeers = 8;
-constexpr int kPeerBlocks = 64, kPeerThreads = 512;  // the most blocks of a sum, and their threads
+constexpr int kPeerBlocks = 128, kPeerThreads = 512;  // the most blocks of a sum, and their threads
 constexpr int64_t kPieceBytes = 16;                  // that a thread adds up
 constexpr int64_t kMaxPeerBytes = kPeerBlocks * kPeerThreads * kPieceBytes;
 
@@ -39,7 +39,7 @@ struct PeerGroup {
   PeerFailure* failure;     // in memory of the host
 };
 
-constexpr int64_t kArrivalsOffset = 256;
+constexpr int64_t kArrivalsOffset = 512;
 constexpr int64_t kValuesOffset =
     kArrivalsOffset + 2 * kPeerBlocks * kMaxPeers * int64_t{sizeof(uint64_t)};
 static_assert(kPeerBlocks * sizeof(uint32_t) <= kArrivalsOffset && kValuesOffset % 256 == 0);

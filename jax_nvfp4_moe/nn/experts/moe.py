@@ -34,7 +34,7 @@ from jax_nvfp4_moe.numerics.tensor import (
 )
 from jax_nvfp4_moe.ops.gating import add_gated, add_linear_gated
 from jax_nvfp4_moe.parallel import find_expert_mesh, share_rows
-from jax_nvfp4_moe.parallel.expert_mesh import check_context, replicate
+from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context, replicate
 from jax_nvfp4_moe.parallel.tensor_parallel import run_by_rows
 from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme, Target
 
@@ -136,7 +136,7 @@ class NVFP4MoE(nnx.Module):
         backend: str | Sequence[str] | None = None,
         dtype=jnp.bfloat16,
         param_dtype=jnp.float32,
-        mesh: Mesh | None = None,
+        mesh: Mesh | ExpertMesh | None = None,
         axis_names: Mapping[str, str] | None = None,
         dispatch: str = "psum",
         capacity: int | None = None,
@@ -188,7 +188,8 @@ class NVFP4MoE(nnx.Module):
           mesh: `jax.sharding.Mesh` with at least one of the axes `expert`, `tensor` and `data`. The
             routed experts are distributed along `expert`, and each expert is sharded along
             `tensor`; see `parallel.experts`. Tokens are sharded along `data`. The router is
-            replicated, and so is everything along further axes. None runs on one device.
+            replicated, and so is everything along further axes. Or what `parallel.connect_peers`
+            returned. None runs on one device.
           axis_names: names of the axes of `mesh` that are called something else, such as
             ``{"expert": "ep", "tensor": "tp", "data": "dp"}``. Defaults to None.
           dispatch: how tokens reach their experts over `mesh`; see `parallel.dispatch`. With "psum"
