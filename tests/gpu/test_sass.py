@@ -234,7 +234,7 @@ def test_sums_over_gpus_synchronize_at_the_scope_of_the_system(listing, arch):
         loads = [i for i, op in enumerate(instructions) if op == "LDG.E.64.STRONG.SYS"]
         assert loads, name
         for load in loads:
-            assert "CCTL.IVALL" in instructions[load : load + 4], name
+            assert "CCTL.IVALL" in instructions[load : load + 8], name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

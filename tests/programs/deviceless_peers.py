@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType
 from support.extensions import cuda_calls
 
-from jax_nvfp4_moe import Target
+from jax_nvfp4_moe import Scheme, Target
 from jax_nvfp4_moe.checkpoint.writing.synthetic import SyntheticSizes
 from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.models import qwen3_moe
@@ -36,6 +36,13 @@ from jax_nvfp4_moe.parallel.peers import SUMS
 from jax_nvfp4_moe.parallel.whole_steps import cache_specs, model_specs
 
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(")
+
+
+class ShardedShapes(Shapes):
+    """Stand in for the table of a checkpoint that is read over a mesh."""
+
+    def checkpoint_scheme(self, prefix):
+        return Scheme.W4A16
 
 
 def make_model(layers, mesh):
@@ -52,7 +59,7 @@ def make_model(layers, mesh):
     )
     config = qwen3_moe.read_config(sizes.config())
     make = Builder(
-        Shapes("nvfp4"), qwen3_moe.KEYS, Settings(Target("cuda", (9, 0)), expert_mesh=mesh)
+        ShardedShapes("nvfp4"), qwen3_moe.KEYS, Settings(Target("cuda", (9, 0)), expert_mesh=mesh)
     )
     model = nnx.eval_shape(lambda: qwen3_moe.build_model(config, make))
     note_shardings(model, mesh)
