@@ -21,13 +21,20 @@ from jax_nvfp4_moe.parallel.sharded_variable import find_layout, sharded_axes
 def find_connected_mesh(model: Any) -> ExpertMesh | None:
     """Return the mesh whose GPUs `connect_peers` has connected and on which `model` is; or None.
 
-    It is None if the mesh shards the rows of a batch, too.
+    It is None if the mesh shards the rows of a batch, too, and if experts have adapters, whose
+    variables do not tell how they are sharded.
     """
     if not isinstance(model, nnx.Module):
         return None
-    meshes = (getattr(module, "expert_mesh", None) for _, module in nnx.iter_modules(model))
-    connected = (mesh for mesh in meshes if mesh is not None and mesh.peers and mesh.data == 1)
-    return next(connected, None)
+    found = None
+    for _, module in nnx.iter_modules(model):
+        mesh = getattr(module, "expert_mesh", None)
+        if mesh is None:
+            continue
+        if not mesh.peers or mesh.data > 1 or getattr(module, "adapter", None) is not None:
+            return None
+        found = mesh
+    return found
 
 
 def on_each_device(run: Callable, expert_mesh: ExpertMesh) -> Callable:

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support.devices.host_devices import IDS, call, collectives, difference, make_mesh
 from support.files.given import CHECKPOINTS, EXAMPLE
 
-from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe import add_lora, generate, load_model
 from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.ops.all_reduce import PeerGroups
 from jax_nvfp4_moe.parallel import find_expert_mesh
@@ -72,3 +73,11 @@ def test_generate_gives_the_tokens_of_one_device(folder, shape):
 def test_a_mesh_that_is_not_connected_is_not_found():
     assert find_connected_mesh(load(EXAMPLE, make_mesh((1, 2)))) is None
     assert find_connected_mesh(load(EXAMPLE)) is None
+
+
+def test_models_with_adapters_of_experts_run_module_by_module():
+    """A step of each device would need to know how the adapters are sharded."""
+    model = load(EXAMPLE, connected((2, 1)))
+    assert find_connected_mesh(model) is not None
+    add_lora(model, 2, targets="experts", rngs=nnx.Rngs(0))
+    assert find_connected_mesh(model) is None
