@@ -26,7 +26,7 @@ PACKAGE = jax_nvfp4_moe.__name__
 SECTIONS = {
     "Start": (),
     "How-to": (
-        "load",
+        "run_a_model",
         "drafting",
         "schemes",
         "flax_models",
@@ -38,11 +38,11 @@ SECTIONS = {
         "several_gpus",
         "several_hosts",
     ),
-    "Support": ("hardware",),
+    "Support": ("families", "formats", "hardware", "refused"),
     "Performance": ("performance",),
     "Accuracy": ("accuracy",),
     "Help": (),
-    "Developers": ("how_it_works", "architecture", "build", "where_time_goes"),
+    "Developers": ("how_it_works", "architecture", "build", "where_time_goes", "tested"),
 }
 GUIDES = tuple(f"docs/guides/{name}.md" for names in SECTIONS.values() for name in names)
 

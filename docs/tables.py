@@ -1,7 +1,7 @@
 """Write the tables and figures of README and guides that code and measurements decide.
 
 ``python docs/tables.py`` replaces the text between two comments. They name a table of this module,
-of `benchmark_tables` or of ``docs/experiments.json``, or a figure of `figures`::
+of another ``*_tables.py`` or of ``docs/experiments.json``, or a figure of `figures`::
 
     <!-- table: refused_families -->
     <!-- end of table -->
@@ -18,16 +18,21 @@ import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import accuracy_tables
 import benchmark_tables
 import experiments
 import figures
+import kernel_tables
 import measure
+import parallel_tables
 
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.formats import config_keys
 from jax_nvfp4_moe.checkpoint.formats.refused_formats import REFUSED_FORMATS
-from jax_nvfp4_moe.models.loading import ARCHITECTURES
+from jax_nvfp4_moe.models.loading import ARCHITECTURES, find_architecture
 from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
 from jax_nvfp4_moe.numerics.activations import ACTIVATIONS, ALIASES
 
@@ -39,17 +44,45 @@ _DRAFT = ("joint", "embedding_norm", "hidden_norm", "layers", "norm")
 # What `measure` writes -> how the table shows it.
 _MEASURES = dict.fromkeys(("experts", "blocks", "logits", "decoding"), "{:.1e}")
 _MEASURES |= {"bfloat16": "{:.2f}", "gpu": "{:.2f}", "mesh": "{:.1e}"}
+# What `measure` writes -> the column of the table of families.
+_WORST = {"logits": "logits on a CPU", "gpu": "rounding on a GPU", "mesh": "mesh"}
 _PLACE = re.compile(r"(<!-- table: ([\w.]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end of figure -->)", re.DOTALL)
 
 
 def families() -> str:
-    """Return the table of the supported families, as the files of `models` name themselves."""
-    names = collections.defaultdict(list)
+    """Return the table of the supported families, with the worst that `measure` has measured.
+
+    A family has the checkpoints of the tests whose architecture is in its file. A cell is empty if
+    nothing was measured. LoRA is "yes" for each family with a checkpoint, because
+    ``tests/training/test_lora.py`` adapts every checkpoint.
+    """
+    names, measured = collections.defaultdict(list), collections.defaultdict(list)
     for name, architecture in ARCHITECTURES.items():
         names[_title(architecture)].append(f"`{name}`")
-    rows = [f"| {title} | {', '.join(names[title])} |" for title in sorted(names, key=str.lower)]
-    return "\n".join(["| family | `architectures` |", "|---|---|", *rows]) + "\n"
+    results = measure.read_results()
+    for folder in measure.folders():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        family = _title(find_architecture(merge_text_config(config)))
+        measured[family].append(results.get(folder.name, {}))
+    drafts = {_title(row) for row in ARCHITECTURES.values() if row.drafting}
+    columns = "family", "checkpoints", *_WORST.values(), "LoRA", "drafts", "`architectures`"
+    rows = [columns, ["---"] * len(columns)]
+    for family in sorted(names, key=str.lower):
+        found = measured[family]
+        worst = (_worst(key, found) for key in _WORST)
+        lora, drafted = "yes" if found else "", "mtp" if family in drafts else ""
+        rows.append((family, len(found), *worst, lora, drafted, ", ".join(names[family])))
+    devices = {one["gpu_device"] for found in measured.values() for one in found if "gpu" in one}
+    table = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+    return f"{table}\nGPU: {', '.join(sorted(devices)) or 'not measured'}.\n"
+
+
+def _worst(key: str, measured: Sequence[Mapping[str, Any]]) -> str:
+    """Return the largest of the values that several checkpoints have under one key, as text."""
+    values = [one[key] for one in measured if key in one]
+    worst = _MEASURES[key].format(max(values)) if values else ""
+    return "0" if worst == "0.0e+00" else worst.replace("e-0", "e-")
 
 
 def drafting() -> str:
@@ -119,24 +152,30 @@ def harmless_keys() -> str:
 def checkpoints() -> str:
     """Return the table of the checkpoints of the tests, with what `measure` has measured."""
     results = measure.read_results()
-    columns = "checkpoint", "architecture", "quantized by", "transformers", *_MEASURES, "drafts"
+    columns = "checkpoint", *_MEASURES, "drafts", "architecture", "quantized by", "transformers"
     rows = [columns, ["---"] * len(columns)]
     rows += [_checkpoint(folder, results.get(folder.name, {})) for folder in measure.folders()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _checkpoint(folder: pathlib.Path, measured: Mapping[str, float]) -> list[str]:
-    """Return the row of one checkpoint. A cell is empty if nothing was measured."""
+    """Return the row of one checkpoint. A cell is empty if nothing was measured or is there."""
     config, facts = (
         json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("config", "reference")
     )
     tools = {name.replace("_", "-"): version for name, version in facts["tools"].items()}
     quantizer = [f"{name} {tools[name]}" for name in _QUANTIZERS if name in tools]
-    errors = [form.format(measured[k]) if k in measured else "" for k, form in _MEASURES.items()]
+    without = () if accuracy_tables.has_experts(measured) else ("experts", "blocks")
+    errors = [
+        form.format(measured[key]) if key in measured and key not in without else ""
+        for key, form in _MEASURES.items()
+    ]
+    errors = ["0" if error == "0.0e+00" else error.replace("e-0", "e-") for error in errors]
     name, architecture = f"`{folder.name}`", config["architectures"][0]
     drafts = "mtp" if ARCHITECTURES[architecture].drafting else ""
-    return [name, architecture, *(quantizer or ["none"]), tools["transformers"], *errors, drafts]
+    quantized = (quantizer or ["none"])[0].replace("nvidia-modelopt", "ModelOpt")
+    return [name, *errors, drafts, architecture, quantized, tools["transformers"]]
 
 
 # The name of a table in a guide -> what writes it.
@@ -148,7 +187,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "harmless_keys": harmless_keys,
     "checkpoints": checkpoints,
     "drafting": drafting,
+    **accuracy_tables.TABLES,
     **benchmark_tables.TABLES,
+    **kernel_tables.TABLES,
+    **parallel_tables.TABLES,
     **experiments.tables(),
 }
 

@@ -1,4 +1,4 @@
-"""Gemma 4 with experts (26B-A4B) or without (12B, 31B), the language model.
+"""Gemma 4 with experts (26B-A4B) or without (E2B, E4B, 12B, 31B), the language model.
 
 Most layers attend over a window. The other layers see all keys: their heads are wider, their values
 may be their keys, and they rotate a part of the channels. Each layer has a dense MLP, which stands

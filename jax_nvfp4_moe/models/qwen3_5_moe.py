@@ -1,6 +1,6 @@
-"""Qwen3.5-MoE and Qwen3.6-MoE, the language model: a variant of Qwen3-Next.
+"""Qwen3.5-MoE and Qwen3.6-MoE, the language model.
 
-It differs from Qwen3-Next in these points:
+It is a variant of Qwen3-Next, and differs from it in these points:
 
 * All layers have experts, and the weights of the chosen experts always add up to 1.
 * The gated delta net has one linear for queries, keys and values, and separate linears for z, beta

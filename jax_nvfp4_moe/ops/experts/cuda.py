@@ -70,7 +70,7 @@ TRANSPOSED_GEMM_SM90 = Backend(
     "transposed_gemm_sm90",
     {"transposed_gemm": Kernel(lower_transposed_gemm, "nvfp4_transposed_gemm_w4a16_sm90")},
     (Device("cuda", (9, 0), (10, 0)),),
-    status="wgmma in 16 bits: emulated and compiled",
+    status="wgmma in 16 bits: executed",
     dtypes=HALVES,
     layout="mma_64x64",
     max_extent="MAX_ENGINE_EXTENT",
