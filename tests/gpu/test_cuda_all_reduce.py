@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.devices.host_devices import call, decode, difference
+from support.devices.host_devices import call, decode, difference, make_mesh
 from support.files.given import CHECKPOINTS, EXAMPLE, PROGRAMS
 
 from jax_nvfp4_moe import generate, load_model
@@ -30,13 +30,9 @@ SIZES = [16, 4096, 8192, 8208, 65536, 1 << 20]
 FLOAT32 = {"scheme": "w4a16", "dtype": jnp.float32}
 
 
-def make_mesh(shape=(1, 2)):
-    return jax.make_mesh(shape, ("expert", "tensor"), devices=jax.devices()[: shape[0] * shape[1]])
-
-
 @pytest.fixture(scope="module")
 def mesh():
-    return connect_peers(make_mesh())
+    return connect_peers(make_mesh((1, 2)))
 
 
 def each(mesh, body):
@@ -164,7 +160,9 @@ def test_generate_repeats_its_tokens(shape):
 
 def run_program(*arguments, gpus, timeout=240):
     """Start a program of `tests/programs` for each text of `gpus`, and return what they print."""
-    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
+    # This process may have taken most of the memory.
+    own = {"NCCL_NVLS_ENABLE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = os.environ | own
     running = [
         subprocess.Popen(
             [sys.executable, PROGRAMS / "peer_sums.py", *map(str, arguments), str(index)],

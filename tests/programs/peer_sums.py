@@ -16,6 +16,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.inference import generation
@@ -27,7 +28,7 @@ from jax_nvfp4_moe.parallel.processes import join
 
 def run_processes(address, index):
     join(address, 2, int(index))
-    mesh = connect_peers(jax.make_mesh((2,), ("tensor",)))
+    mesh = connect_peers(jax.make_mesh((2,), ("tensor",), (AxisType.Auto,)))
     rows = mesh.spec(TENSOR)
 
     def body(x):
@@ -45,7 +46,8 @@ def run_processes(address, index):
 
 
 def run_alone():
-    mesh = connect_peers(jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]), timeout=2.0)
+    devices = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = connect_peers(devices, timeout=2.0)
     peers = dict(mesh.peers)[TENSOR,]
     lower = op.ALL_REDUCE_CUDA.lower["all_reduce"]
     extension = _ffi.load("_nvfp4_cuda")
