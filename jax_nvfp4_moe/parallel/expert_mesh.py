@@ -6,6 +6,7 @@ has its own copy of the weights. Axes without a role are left alone: what lies o
 replicated. Names of axes are those of the roles, unless the user gives others.
 """
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from jax_nvfp4_moe.scheme import DYNAMIC, CheckpointScheme, Target
 EXPERT, TENSOR, DATA = ROLES = "expert", "tensor", "data"
 
 Roles = str | tuple[str, ...] | None
+# The mesh whose shards run the function that is traced, in `ExpertMesh.shard_whole`.
+_INSIDE: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("inside", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +119,28 @@ class ExpertMesh:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the current trace is the program of one device of the mesh, by `shard_map`."""
-        here = jax.sharding.get_abstract_mesh()
-        kinds = dict(zip(here.axis_names, here.axis_types, strict=True))
-        return all(kinds.get(name) is AxisType.Manual for name in self.mesh.axis_names)
+        """Whether modules on this mesh are called with the parts of one shard: in `shard_whole`."""
+        return _INSIDE.get() == self.mesh
+
+    def shard_whole(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Return what `shard_map` returns, for a `body` that calls modules on this mesh.
+
+        The modules get the parts of one shard, and run on that shard alone, except for their sums.
+        """
+
+        def inside(*args):
+            token = _INSIDE.set(self.mesh)
+            try:
+                return body(*args)
+            finally:
+                _INSIDE.reset(token)
+
+        return self.shard_map(inside, in_specs, out_specs)
 
     def shard_map(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Return a function that runs `body` on each shard with its parts of the arguments.
 
-        In the program of one device, it is `body`: the arguments are parts already.
+        In `shard_whole`, it is `body`: the arguments are parts already.
         """
         if self.is_inside:
             return body

@@ -56,7 +56,7 @@ def on_each_device(run: Callable, expert_mesh: ExpertMesh) -> Callable:
         def body(leaves, ids, cache):
             return run(tree.unflatten(leaves), ids, cache)
 
-        mapped = expert_mesh.shard_map(body, (given, whole, kept), (whole, kept))
+        mapped = expert_mesh.shard_whole(body, (given, whole, kept), (whole, kept))
         return mapped(leaves, ids, cache)
 
     return call
@@ -86,7 +86,7 @@ def cache_specs(model: Any, cache: Any, expert_mesh: ExpertMesh) -> Any:
     def make():
         return model.init_cache(len(cache.lengths), cache.max_length)
 
-    own = jax.eval_shape(expert_mesh.shard_map(make, (), expert_mesh.spec()))
+    own = jax.eval_shape(expert_mesh.shard_whole(make, (), expert_mesh.spec()))
 
     def spec(whole, part):
         pairs = enumerate(zip(whole.shape, part.shape, strict=True))

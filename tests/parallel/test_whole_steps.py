@@ -75,6 +75,15 @@ def test_a_mesh_that_is_not_connected_is_not_found():
     assert find_connected_mesh(load(EXAMPLE)) is None
 
 
+def test_a_model_inside_of_your_own_shard_map_is_an_error():
+    """It would get the whole arrays where it expects those of one shard."""
+    mesh = connected((1, 2))
+    model, whole = load(EXAMPLE, mesh), mesh.spec()
+    run = jax.shard_map(model, mesh=mesh.mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    with pytest.raises(ValueError, match="(?i)manual|mesh"):
+        jax.eval_shape(run, jnp.asarray(IDS))
+
+
 def test_models_with_adapters_of_experts_run_module_by_module():
     """A step of each device would need to know how the adapters are sharded."""
     model = load(EXAMPLE, connected((2, 1)))
