@@ -458,21 +458,21 @@ def build_model(
         return model
 
     model = nnx.eval_shape(build)
-    read = _count_bytes(nnx.state(model)) - _count_bytes(model.embedding.get_value())
-    read -= sum(_count_bytes(module.params) for module in _expert_modules(model))
+    read = count_bytes(nnx.state(model)) - count_bytes(model.embedding.get_value())
+    read -= sum(count_bytes(module.params) for module in expert_modules(model))
     fill(model, "", make.parts, weights, settings)
     jax.block_until_ready(nnx.state(model))
     return Built(model, read, weights.linear_weights, settings)
 
 
-def _expert_modules(model):
+def expert_modules(model):
     """Yield the modules that hold routed experts."""
     for _, module in nnx.iter_modules(model):
         if isinstance(getattr(module, "params", None), nnx.Variable):
             yield module
 
 
-def _count_bytes(tree) -> int:
+def count_bytes(tree) -> int:
     """Return the bytes of all arrays, abstract ones too."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
@@ -493,7 +493,7 @@ def experts_floor(whole: WholeModel, tokens: int, ceilings: Ceilings) -> float:
 def cache_bytes(model, batch: int, length: float) -> tuple[float, float]:
     """Return the bytes of a cache that `length` tokens fill, and those of recurrent states."""
     short, long = (
-        _count_bytes(jax.eval_shape(lambda room=room: model.init_cache(batch, room)).layers)
+        count_bytes(jax.eval_shape(lambda room=room: model.init_cache(batch, room)).layers)
         for room in (16, 32)
     )
     each = (long - short) / 16

@@ -7,6 +7,7 @@ name is therefore never left out. ``python docs`` makes HTML of these sources.
 
 import base64
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -24,24 +25,26 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = jax_nvfp4_moe.__name__
 # The sections of the site, with their guides in the order in which a new user needs them.
 SECTIONS = {
-    "Start": (),
+    "Start": ("why", "install", "tutorial", "glossary"),
     "How-to": (
         "run_a_model",
         "drafting",
         "schemes",
         "flax_models",
         "in_your_jax_project",
+        "other_libraries",
         "quantize",
         "evaluate",
         "fine_tune",
         "save",
         "several_gpus",
         "several_hosts",
+        "serving",
     ),
-    "Support": ("families", "formats", "hardware", "refused"),
+    "Support": ("families", "formats", "hardware", "memory", "refused"),
     "Performance": ("performance",),
     "Accuracy": ("accuracy",),
-    "Help": (),
+    "Help": ("faq", "troubleshooting"),
     "Developers": ("how_it_works", "architecture", "build", "where_time_goes", "tested"),
 }
 GUIDES = tuple(f"docs/guides/{name}.md" for names in SECTIONS.values() for name in names)
@@ -286,6 +289,32 @@ def linked(text: str, folder: str = "") -> Iterator[str]:
             yield path
 
 
+@functools.cache
+def _places() -> dict[str, str]:
+    """Return public name -> its page of the reference."""
+    return {name: key for key, (_, names) in reference().items() for name in names}
+
+
+_SOURCE = re.compile(r"\[`(?:nvfp4\.)?([\w.]+)`\]\(((?:\.\./)+)jax_nvfp4_moe/[\w/]+\.py\)")
+
+
+def with_reference_links(text: str) -> str:
+    """Return Markdown whose links from public names to their source lead to the reference.
+
+    On GitHub, where the reference is not, such a link shows the docstring in the source.
+    """
+    places = _places()
+
+    def replace(link):
+        name, up = link[1], link[2]
+        if name not in places:
+            return link[0]
+        heading = name.rpartition(".")[2].lower()
+        return f"[`{name}`]({up}reference/{places[name]}.md#{heading})"
+
+    return _SOURCE.sub(replace, text)
+
+
 def notebook_page(path: pathlib.Path, folder: pathlib.Path) -> str:
     """Return the Markdown of a notebook and its outputs; write its pictures to `folder`."""
     blocks, pictures = [], 0
@@ -341,6 +370,7 @@ def write(folder: pathlib.Path) -> None:
         path.replace(".ipynb", ".md"): re.sub(r"(\(|/)(\d\d_\w+)\.ipynb", r"\1\2.md", text)
         for path, text in pages.items()
     }
+    pages = {path: with_reference_links(text) for path, text in pages.items()}
     for path in own:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)

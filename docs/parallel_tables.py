@@ -1,6 +1,6 @@
 """Tables of the guides to several GPUs and hosts, from ``benchmarks/results``.
 
-The table of whole models, `decode_parallel`, is in `benchmark_tables`.
+The table of whole models, `decode_parallel`, is in `model_tables`.
 """
 
 import functools
@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmark_tables import RESULTS
+from records import RESULTS
 
 # The forms of `benchmarks/parallel.py` in the order of the tables. All but "tensor" shard the layer
 # along `expert`.

@@ -20,9 +20,9 @@ import decode
 import jax.numpy as jnp
 import layer
 import model_peers
+import model_sizes
 import moe
 import moe_cases
-import moe_plot
 import numpy as np
 import prefill
 import pytest
@@ -150,19 +150,6 @@ def test_table_shows_ratios_and_says_what_is_missing():
     assert "no column for marlin" not in text
 
 
-def test_the_picture_of_the_readme_is_drawn_from_the_stored_result(tmp_path):
-    result = json.loads((HERE / "results" / "moe_peers.NVIDIA-H200.json").read_text())
-    moe_plot.draw_speed(result, tmp_path / "new.svg")
-    stored = HERE / "results" / "moe_peers.NVIDIA-H200.svg"
-    assert stored.stat().st_size < 150_000
-    for text in (stored.read_text(), (tmp_path / "new.svg").read_text()):
-        assert text.count(moe_plot.BAR) == 18  # three layers, six numbers of tokens
-        assert "fill: #ffffff" in text  # the background, for pages with a dark theme
-    result["rows"] = [row for row in result["rows"] if row["contestant"] != "marlin"]
-    with pytest.raises(KeyError, match="marlin"):
-        moe_plot.draw_speed(result, tmp_path / "no.svg")
-
-
 def test_random_weights_keep_values_near_one():
     case = CASES["tiny"]
     params = layer.random_params(case)
@@ -234,6 +221,39 @@ def test_step_floor_adds_what_a_step_reads(tiny):
     assert floor["states"] == 0
     assert floor["sum"] == pytest.approx(sum(floor.values()) / 2)
     assert whole_model.expected_active(whole.case, 1) == pytest.approx(2)
+
+
+def test_sizes_of_models_are_computed_by_hand():
+    found = model_sizes.sizes(whole_model.MODELS["tiny"])
+    # Queries and outputs, keys and values, a router, embedding and head, and four norms.
+    attention, router, tables, norms = 12288, 8 * 64, 2 * 64 * 64, 2 * 64 + 64 + 2 * 32
+    case = CASES["tiny"]
+    experts = case.experts * 3 * 64 * 48
+    assert found["parameters"] == experts + attention + router + tables + norms
+    assert found["vocabulary_bytes"] == 2 * tables
+    assert experts * 9 / 16 <= found["experts_bytes"] <= experts * 9 / 16 + 64 * case.experts
+    saved = found["weights_bytes"]["bfloat16"] - found["weights_bytes"]["nvfp4"]
+    assert saved == pytest.approx(attention * (2 - 9 / 16), rel=0.03)  # but for global scales
+    assert found["cache_bytes"] == 2 * 2 * 32 * found["cache_tokens"]
+
+
+@pytest.mark.slow
+def test_stored_sizes_of_models_are_those_of_the_code():
+    """`python benchmarks/model_sizes.py` computes them again."""
+    stored = json.loads((HERE / "results" / "model_sizes.json").read_text())["rows"]
+    assert [row["model"] for row in stored] == list(model_sizes.SIZED)
+    name = "nemotron3-nano"
+    assert model_sizes.sizes(model_sizes.SIZED[name]) in stored
+
+
+def test_the_computed_size_is_what_loading_took():
+    """A GPU's peak while a model is loaded is at most a layer above its weights."""
+    rows = json.loads((HERE / "results" / "decode_parallel.NVIDIA-H200.json").read_text())["rows"]
+    peak = next(row["peak_bytes"] for row in rows if row["mesh"] == "1x1")
+    stored = json.loads((HERE / "results" / "model_sizes.json").read_text())["rows"]
+    row = next(row for row in stored if row["model"] == "qwen3-30b-a3b")
+    layer = row["experts_bytes"] / 48
+    assert 0 < peak - row["weights_bytes"]["nvfp4"] < layer
 
 
 def test_recurrent_states_are_read_and_written():

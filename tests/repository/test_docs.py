@@ -1,11 +1,19 @@
 """Test that the reference has each public name once. CI builds it with warnings as errors."""
 
 import collections
+import json
+import re
 
+import draw_charts
 import draw_pictures
+import figures
+import layer_tables
 import measure
+import memory_tables
 import pages
 import pytest
+import records
+import speeds
 import tables
 from support.files.given import MODELS
 
@@ -65,6 +73,17 @@ def test_sources_hold_the_pages_that_the_readme_links_to(tmp_path):
     assert "reference/ops\n" in home
 
 
+def test_links_to_the_source_of_public_names_lead_to_the_reference():
+    """Names of nothing public, and other links to files, stay as they are."""
+    text = "[`ops.route`](../../jax_nvfp4_moe/ops/routing.py) [`nvfp4.save`](../jax_nvfp4_moe/a.py)"
+    found = pages.with_reference_links(text)
+    assert found == (
+        "[`ops.route`](../../reference/ops.md#route) [`save`](../reference/models.md#save)"
+    )
+    others = "[`nothing`](../jax_nvfp4_moe/a.py) [`examples/lora.py`](../jax_nvfp4_moe/a.py)"
+    assert pages.with_reference_links(others) == others
+
+
 def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
     text = pages.notebook_page(pages.ROOT / "notebooks" / "01_format.ipynb", tmp_path)
     assert text.startswith("# 1. What NVFP4 is\n")
@@ -75,17 +94,77 @@ def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
     assert (tmp_path / pictures[0]).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("draw", [draw_pictures.data_flow, draw_pictures.packed_layout])
+PICTURES = (draw_pictures.data_flow, draw_pictures.packed_layout, *draw_charts.CHARTS)
+
+
+@pytest.mark.parametrize("draw", PICTURES)
 def test_pictures_are_those_that_the_script_draws(draw):
     stored = draw_pictures.HERE / f"{draw.__name__}.svg"
     assert stored.read_text(encoding="utf-8") == draw()
+
+
+def test_charts_have_the_speeds_and_sizes_of_the_tables():
+    chart, table = draw_charts.speed(), speeds.table()
+    for model, batch, prompt in speeds.STEPS[:3]:
+        compared = speeds.step(model, batch, prompt)
+        assert f">{compared.own_text}, this package<" in chart
+        assert f"| {compared.own_text} | {compared.other_text}, llama.cpp |" in table
+        assert compared.ratio > 1  # the text beside the picture says so
+    chart, table = draw_charts.memory(), memory_tables.models()
+    for row in memory_tables.sizes():
+        size = f"{row['weights_bytes']['nvfp4'] / 1e9:.1f}"
+        assert f" | {size} | " in table
+        assert (f">{size}<" in chart) == memory_tables.holds(141, row)
+    # The text beside the picture says which models stay below which lines.
+    needed = {row["model"]: memory_tables.needed(row) / 1e9 for row in memory_tables.sizes()}
+    small = {"llama-3.1-8b", "qwen3-30b-a3b", "nemotron3-nano"}
+    assert {name for name, size in needed.items() if size < 24} == small
+    assert {name for name, size in needed.items() if size > 48} == {"deepseek-v3"}
+
+
+def test_the_longer_bar_of_a_pair_is_the_faster_one():
+    """Also where the peer is: the picture must not be drawn for the package alone."""
+    run = {"date": "2026-01-01"}
+    slower = speeds.Comparison("model", "layer", "peer", 20.0, 80.0, "20", "80", run)
+    drawn = "".join(draw_charts._pairs(0, [slower], "peer"))
+    widths = re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)
+    assert [float(width) for width in widths] == [draw_charts.SPAN / 4, draw_charts.SPAN]
+
+
+def test_a_cell_has_one_value_in_all_tables():
+    """The newest run counts, also where an older one is beside a peer."""
+    step = speeds.step("qwen3-30b-a3b", 1, 128)
+    for text in (speeds.table(), memory_tables.models(), figures.FIGURES["decode_1"]()):
+        assert step.own_text.removesuffix(" tokens/s") in text
+    newest = layer_tables.newest((layer_tables.OWN,))
+    older = layer_tables.newest((layer_tables.OWN,), "moe_peers")
+    cell = "deepseek-v3", 1
+    assert newest[cell][layer_tables.OWN]["run"]["commit"] == "6da9362"
+    assert older[cell][layer_tables.OWN]["us"] > newest[cell][layer_tables.OWN]["us"]
+    for case, tokens in speeds.LAYERS:
+        own = newest[case, tokens][layer_tables.OWN]["us"]
+        assert speeds.layer(case, tokens).own_text == records.duration(own)
+
+
+def test_a_newer_run_replaces_an_older_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    for name, date, us in (("a", "2026-02-01", 1), ("b", "2026-01-01", 2), ("c", "2026-02-01", 3)):
+        run = {"date": date, "rows": [{"model": "llama-3.1-8b", "us": us}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+
+    def newest(*files):
+        return [row["us"] for row in records.newest(records.read_rows(*files), ("model",))]
+
+    assert newest("a", "b") == [1]
+    assert newest("a", "b", "c") == [3]  # of one day: the file that is named last
+    assert newest("c", "b", "a") == [1]
 
 
 def test_tables_of_the_guides_are_those_that_the_script_writes():
     texts = [path.read_text(encoding="utf-8") for path in tables.pages()]
     assert [tables.with_tables(text) for text in texts] == texts
     for name in tables.TABLES:
-        assert sum(f"<!-- table: {name} -->" in text for text in texts) == 1
+        assert any(f"<!-- table: {name} -->" in text for text in texts)
 
 
 def test_a_table_that_was_edited_by_hand_is_written_again():

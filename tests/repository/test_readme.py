@@ -52,6 +52,19 @@ def test_code_needs_no_scroll_bar(page):
     assert long == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "py")])
+def test_examples_that_do_not_run_here_are_python(page):
+    """A block tagged ``py`` needs something that the tests lack, such as another library."""
+    for block in blocks(page, "py"):
+        compile(block, page, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_figure_begins_a_line(page):
+    """Markdown would take the rest of the paragraph for HTML."""
+    assert re.findall(r"^\s*<!-- figure: \w+ -->", TEXTS[page], re.MULTILINE) == []
+
+
 def program(page):
     """Return the examples of a page, which run one after the other, as one program."""
     return "".join(blocks(page, "python"))
