@@ -80,7 +80,7 @@ def test_a_model_inside_of_your_own_shard_map_is_an_error():
     mesh = connected((1, 2))
     model, whole = load(EXAMPLE, mesh), mesh.spec()
     run = jax.shard_map(model, mesh=mesh.mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    with pytest.raises(ValueError, match="(?i)manual|mesh"):
+    with pytest.raises(ValueError, match=r"(?i)manual|mesh"):
         jax.eval_shape(run, jnp.asarray(IDS))
 
 

@@ -21,7 +21,7 @@ namespace nvfp4 {
 
 constexpr int kMaxPeers = 8;
 constexpr int kPeerBlocks = 128, kPeerThreads = 512;  // the most blocks of a sum, and their threads
-constexpr int64_t kPieceBytes = 16;                  // that a thread adds up
+constexpr int64_t kPieceBytes = 16;                   // that a thread adds up
 constexpr int64_t kMaxPeerBytes = kPeerBlocks * kPeerThreads * kPieceBytes;
 
 // Why a kernel has ended with an error. The kernel writes it to memory of the host.
