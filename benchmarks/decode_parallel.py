@@ -3,6 +3,9 @@
     python benchmarks/decode_parallel.py [--mesh 1x1 2x1 1x2 4x1 2x2 1x4] [--batch 1 8 64]
         [--folder DIR] [--layers 48 ...] [--output FILE]
 
+A mesh such as 1x2+peers adds up small arrays through the memory of the GPUs
+(`parallel.connect_peers`).
+
 If `--folder` has no checkpoint, one with random weights is written there. Each mesh of
 EXPERTSxTENSOR devices runs in its own process. The process loads the checkpoint over the mesh and
 decodes as `decode.py` does. The time of a step is the time of all new tokens minus that of the
@@ -33,6 +36,7 @@ from rich.table import Table
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint.writing.synthetic import SyntheticSizes, write_synthetic
+from jax_nvfp4_moe.parallel import connect_peers
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -91,9 +95,11 @@ def sizes_of(arguments) -> SyntheticSizes:
 def measure(arguments):
     """Print a line of JSON for each batch, on the one mesh of this process."""
     compilations = Compilations()
-    shape = tuple(map(int, arguments.mesh[0].split("x")))
+    sizes, _, peers = arguments.mesh[0].partition("+")
+    shape = tuple(map(int, sizes.split("x")))
     devices = jax.devices()[: shape[0] * shape[1]]
     mesh = jax.make_mesh(shape, ("expert", "tensor"), devices=devices) if shape != (1, 1) else None
+    mesh = connect_peers(mesh) if peers else mesh
     begin = time.perf_counter()
     model = nvfp4.load_model(arguments.folder, mesh=mesh)
     jax.block_until_ready(nnx.state(model))

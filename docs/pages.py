@@ -183,6 +183,7 @@ PAGES = {
             "parallel.placement.balance_experts",
             "parallel.placement.Placement",
             "parallel.placement.imbalance",
+            "parallel.peers.connect_peers",
             "parallel.processes.join",
             "parallel.processes.make_mesh",
             "parallel.processes.is_first",

@@ -299,7 +299,8 @@ const std::vector<NamedHandler>& CudaHandlers() {
                                       GroupedGemm<EngineKind::kSm100>,
                                       NVFP4_GROUPED_GEMM_ATTRIBUTES));
     }
-    for (const auto& others : {AttentionHandlers(), MixerHandlers(), RecurrentHandlers()}) {
+    for (const auto& others :
+         {AttentionHandlers(), MixerHandlers(), RecurrentHandlers(), PeerHandlers()}) {
       all.insert(all.end(), others.begin(), others.end());
     }
     return all;

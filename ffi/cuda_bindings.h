@@ -16,9 +16,10 @@ const std::vector<NamedHandler>& CudaHandlers();
 XLA_FFI_Error* RunCudaChain(XLA_FFI_CallFrame* frame);
 
 // Those of the kernels around the experts: attention and heads; norms, plain linear layers and
-// gates; recurrent mixers.
+// gates; recurrent mixers. And that of sums over GPUs.
 std::vector<NamedHandler> AttentionHandlers();
 std::vector<NamedHandler> MixerHandlers();
 std::vector<NamedHandler> RecurrentHandlers();
+std::vector<NamedHandler> PeerHandlers();
 
 }  // namespace nvfp4

@@ -1,17 +1,22 @@
 // The module _nvfp4_cuda: the CUDA kernels as XLA FFI targets, and numbers about them for tests.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "call_chain.h"
 #include "cuda/launch.h"
 #include "cuda_bindings.h"
+#include "cuda_peers.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace nvfp4 {
 namespace {
@@ -47,4 +52,25 @@ NB_MODULE(_nvfp4_cuda, m) {
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
       "Return whether GPUs of compute capability 9.0 can run the targets for 10.x and 12.x, by "
       "emulation.");
+  m.def("allocate_peer_memory", &nvfp4::AllocatePeerMemory, "device"_a, "count"_a,
+        "Return the address of new memory for the sums of a GPU with count - 1 others.");
+  m.def("enable_peer_access", &nvfp4::EnablePeerAccess, "device"_a, "peer"_a,
+        "Let a GPU access the memory of another GPU of this process.");
+  m.def(
+      "export_peer_memory",
+      [](int device, uintptr_t memory) {
+        const std::string handle = nvfp4::ExportPeerMemory(device, memory);
+        return nb::bytes(handle.data(), handle.size());
+      },
+      "device"_a, "memory"_a, "Return what another process needs to access the memory.");
+  m.def(
+      "import_peer_memory",
+      [](int device, nb::bytes handle) {
+        return nvfp4::ImportPeerMemory(device, std::string(handle.c_str(), handle.size()));
+      },
+      "device"_a, "handle"_a, "Return the address of memory that another process has exported.");
+  m.def("add_peer_group", &nvfp4::AddPeerGroup, "groups"_a, "device"_a, "rank"_a, "memory"_a,
+        "timeout_seconds"_a, "Make a GPU of this process a member of a group.");
+  m.def("peer_failure", &nvfp4::PeerFailureText,
+        "Return why a sum of this process has ended with an error; empty if none has.");
 }

@@ -88,7 +88,7 @@ endforeach()
 
 nanobind_add_module(_nvfp4_cuda NB_STATIC STABLE_ABI
   cuda_module.cc cuda_bindings.cc cuda_attention_bindings.cc cuda_forks.cc cuda_mixer_bindings.cc
-  cuda_recurrent_bindings.cc)
+  cuda_peer_bindings.cc cuda_peers.cc cuda_recurrent_bindings.cc)
 target_include_directories(_nvfp4_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_include_directories(_nvfp4_cuda SYSTEM PRIVATE
   "${xla_include}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "cuda/attention/splits.h"
+#include "cuda/collectives/peer_memory.h"
 #include "cuda/layers/workspaces.h"
 #include "cuda/limits.h"
 #include "cuda/recurrent/chunk_sizes.h"
@@ -632,6 +633,18 @@ int64_t Mamba2ScanWorkspaceBytes(const Mamba2ScanCall& call);
 cudaError_t LaunchMamba2Scan(cudaStream_t stream, const Mamba2ScanCall& call,
                              const Mamba2ScanBuffers& buffers);
 
+// The sum of small arrays over the GPUs of a group.
+struct AllReduceCall {
+  const void* x;
+  void* y;
+  int32_t pieces;  // of kPieceBytes bytes; kMaxPeerBytes in all at most
+  DataType type;
+  PeerGroup group;
+  bool starts_next;  // whether the next kernel may start at once (launch_kernel.cuh)
+};
+
+cudaError_t LaunchAllReduce(cudaStream_t stream, const AllReduceCall& call);
+
 // What Python reads (facts.h). Records name the numbers and the sizes.
 
 constexpr NumberFact kCudaNumbers[] = {
@@ -669,6 +682,8 @@ constexpr SizesFact kCudaSizes[] = {
     {"STATE_WIDTHS", kStateWidthFactor, kMaxStateWidth, kStateWidthFactor},
     {"CONVOLUTION_TAPS", kMinConvolutionTaps, kMaxConvolutionTaps, 1},
     {"CONVOLUTION_COLUMNS", 0, kMaxExtent, kConvolutionFactor},
+    {"PEERS", 2, kMaxPeers, 1},
+    {"PEER_BYTES", kPieceBytes, kMaxPeerBytes, kPieceBytes},
 };
 
 // Returns the layer, or the grouped GEMM, of the sizes that the rows below name. Activations in 16

@@ -50,6 +50,7 @@ from jax_nvfp4_moe.inference.sampling import Sampling, make_sampling, whole_numb
 from jax_nvfp4_moe.inference.state import State, draw
 from jax_nvfp4_moe.inference.step_costs import find_cost
 from jax_nvfp4_moe.ops.chain import chain_calls
+from jax_nvfp4_moe.parallel.whole_steps import find_connected_mesh, on_each_device
 from jax_nvfp4_moe.scheme import Target
 
 # `stream` starts the loop for as many tokens as take this long. To start a program of a large model
@@ -458,7 +459,11 @@ def _decode(model, sampling, state, limit):
         new = logits[:, 0].astype(jnp.float32)
         return draw(sampling, new, dataclasses.replace(state, cache=cache))
 
-    read = chain_calls(_read) if _runs_alone_on_a_gpu(model) else _read
+    read, connected = _read, find_connected_mesh(model)
+    if connected is not None:
+        read = on_each_device(chain_calls(_read), connected)
+    elif _runs_alone_on_a_gpu(model):
+        read = chain_calls(_read)
     return lax.while_loop(more, step, state)
 
 

@@ -259,8 +259,8 @@ def load_model(
         weights are sharded along `expert` and `tensor`. The rows of `input_ids`, of the cache and
         of logits are sharded along `data`, if it divides their number; otherwise they are
         replicated. Everything is replicated along further axes. Explicit axes are turned into Auto
-        axes, so call the model outside of ``jax.set_mesh`` with Explicit axes. None, the default,
-        loads onto one device.
+        axes, so call the model outside of ``jax.set_mesh`` with Explicit axes. Or what
+        `parallel.connect_peers` returned. None, the default, loads onto one device.
       axis_names: names of the axes of `mesh` that are called something else, such as ``{"expert":
         "ep", "tensor": "tp", "data": "dp"}``. None, the default, if they are called what they do.
       dispatch: how tokens reach their experts on a mesh. With "psum", the default, every device

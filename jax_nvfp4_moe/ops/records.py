@@ -8,6 +8,7 @@ import operator
 from jax_nvfp4_moe.backends.chains import emission
 from jax_nvfp4_moe.backends.record import Backend
 from jax_nvfp4_moe.ops import (
+    all_reduce,
     convolution,
     dense,
     gating,
@@ -41,6 +42,7 @@ _ROOMS = (
     delta_rule,
     mamba2_scan,
     convolution,
+    all_reduce,
     moves,
 )
 

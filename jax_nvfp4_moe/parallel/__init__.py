@@ -3,10 +3,12 @@
 from jax_nvfp4_moe.parallel.dispatch import DISPATCHES, run_dispatched, share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, find_expert_mesh
 from jax_nvfp4_moe.parallel.experts import run_sharded, shard_experts
+from jax_nvfp4_moe.parallel.peers import connect_peers
 
 __all__ = [
     "DISPATCHES",
     "ExpertMesh",
+    "connect_peers",
     "find_expert_mesh",
     "run_dispatched",
     "run_sharded",

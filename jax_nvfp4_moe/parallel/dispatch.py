@@ -135,7 +135,7 @@ def _send_rows(run, wire, exchange, expert_mesh, x, params, ids, weights):
             y = run(x, own, ids, weights)
             if expert_mesh.tensor == 1:
                 return y
-            return lax.psum(y.astype(jnp.float32), expert_mesh.name(TENSOR)).astype(y.dtype)
+            return expert_mesh.add_up(y, TENSOR)
 
         (r, k), shards = ids.shape, expert_mesh.expert
         if wire.by_slot:

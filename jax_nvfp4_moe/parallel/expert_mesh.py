@@ -6,6 +6,7 @@ has its own copy of the weights. Axes without a role are left alone: what lies o
 replicated. Names of axes are those of the roles, unless the user gives others.
 """
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,11 +18,15 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_nvfp4_moe.backends.launch_facts import facts
+from jax_nvfp4_moe.ops.all_reduce import PeerGroups, all_reduce
 from jax_nvfp4_moe.scheme import DYNAMIC, CheckpointScheme, Target
 
 EXPERT, TENSOR, DATA = ROLES = "expert", "tensor", "data"
 
 Roles = str | tuple[str, ...] | None
+# The mesh whose shards run the function that is traced, in `ExpertMesh.shard_whole`.
+_INSIDE: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("inside", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +36,13 @@ class ExpertMesh:
     Attributes:
       mesh: the `jax.sharding.Mesh`.
       names: pairs of a role and the name of its axis, for roles whose axis has another name.
+      peers: pairs of the roles of a sum and the GPUs that add up small arrays through each other's
+        memory; see `connect_peers`. Empty (default) if XLA adds up everything.
     """
 
     mesh: Mesh
     names: tuple[tuple[str, str], ...] = ()
+    peers: tuple[tuple[tuple[str, ...], PeerGroups], ...] = ()
 
     @property
     def expert(self) -> int:
@@ -109,12 +117,50 @@ class ExpertMesh:
         """Return the sharding for a specification that `spec` returned."""
         return NamedSharding(self.mesh, spec)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether modules on this mesh are called with the parts of one shard: in `shard_whole`."""
+        return _INSIDE.get() == self.mesh
+
+    def shard_whole(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Return what `shard_map` returns, for a `body` that calls modules on this mesh.
+
+        The modules get the parts of one shard, and run on that shard alone, except for their sums.
+        """
+
+        def inside(*args):
+            token = _INSIDE.set(self.mesh)
+            try:
+                return body(*args)
+            finally:
+                _INSIDE.reset(token)
+
+        return self.shard_map(inside, in_specs, out_specs)
+
     def shard_map(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Return a function that runs `body` on each shard with its parts of the arguments."""
+        """Return a function that runs `body` on each shard with its parts of the arguments.
+
+        In `shard_whole`, it is `body`: the arguments are parts already.
+        """
+        if self.is_inside:
+            return body
         # The types of custom calls do not say how results vary between shards: nothing to check.
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+    def add_up(self, y: jax.Array, *roles: str) -> jax.Array:
+        """Return the sum of `y` over the shards along `roles`, in float32, in the dtype of `y`.
+
+        Call it inside of `shard_map`.
+        """
+        axes = tuple(self.name(role) for role in roles if self.has(role))
+        peers = dict(self.peers).get(roles)
+        return all_reduce(y, axes, peers=peers, target=self.target if peers else None)
+
+    def sums_in_chains(self, nbytes: int, role: str) -> bool:
+        """Return whether GPUs add up an array along one role by a kernel of this package."""
+        return (role,) in dict(self.peers) and nbytes in facts().PEER_BYTES
 
     def reshard(self, array: Any, *roles: Roles) -> Any:
         """Return `array` sharded along `roles` if the mesh has Explicit axes.
@@ -154,7 +200,7 @@ def find_expert_mesh(mesh: Any, axis_names: Mapping[str, str] | None = None) -> 
 
     Args:
       mesh: `jax.sharding.Mesh` with at least one of the axes "expert", "tensor" and "data". Other
-        axes are left alone: what lies on them is replicated.
+        axes are left alone: what lies on them is replicated. Or an `ExpertMesh`, which is returned.
       axis_names: names of axes that are called something else, such as ``{"expert": "ep", "tensor":
         "tp", "data": "dp"}``. None (default) if the axes are called what they do.
 
@@ -169,6 +215,8 @@ def find_expert_mesh(mesh: Any, axis_names: Mapping[str, str] | None = None) -> 
       >>> expert_mesh.expert, expert_mesh.tensor
       (1, 1)
     """
+    if isinstance(mesh, ExpertMesh):
+        return mesh
     if not isinstance(mesh, Mesh):
         raise ValueError(
             f"mesh: expected a jax.sharding.Mesh with axes {_LISTED}, got {type(mesh).__name__}"

@@ -213,14 +213,13 @@ def run_sharded(
     Returns:
       ``[t, h]`` in the dtype that `run` returns.
     """
-    local_experts = params.num_experts // expert_mesh.expert
 
     def body(x, params, ids, weights):
-        first = 0
-        if expert_mesh.has(EXPERT):
-            first = lax.axis_index(expert_mesh.name(EXPERT)) * local_experts
-        y = run(x, own_part(params, expert_mesh), ids.astype(jnp.int32) - first, weights)
-        return lax.psum(y.astype(jnp.float32), expert_mesh.axes).astype(y.dtype)
+        ids = ids.astype(jnp.int32)
+        if expert_mesh.expert > 1:
+            ids = ids - lax.axis_index(expert_mesh.name(EXPERT)) * params.num_experts
+        y = run(x, own_part(params, expert_mesh), ids, weights)
+        return expert_mesh.add_up(y, EXPERT, TENSOR)
 
     role = expert_mesh.rows(x.shape[0])
     rows: PartitionSpec = expert_mesh.spec(role)

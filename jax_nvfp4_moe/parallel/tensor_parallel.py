@@ -272,7 +272,10 @@ def look_up(
         own = ids - lax.axis_index(axis) * table.shape[0]
         here = (own >= 0) & (own < table.shape[0])
         rows = read_rows(table, jnp.where(here, own, 0))
-        return lax.psum(jnp.where(here[..., None], rows, jnp.zeros((), rows.dtype)), axis)
+        rows = jnp.where(here[..., None], rows, jnp.zeros((), rows.dtype))
+        if expert_mesh.sums_in_chains(rows.nbytes, TENSOR):
+            return expert_mesh.add_up(rows, TENSOR)
+        return lax.psum(rows, axis)
 
     axis = expert_mesh.name(TENSOR)
     return run_shards(expert_mesh, look, table, ids)
@@ -283,7 +286,9 @@ def gather_columns(
 ) -> Float[Array, "... n"]:
     """Return the columns of ``run(part, x)`` of all shards side by side.
 
-    Logits are the only values that are gathered in this way.
+    Logits are the only values that are gathered in this way. If connected GPUs add up an array of
+    the size of the result, the result is the sum of the columns of all shards, each beside zeros,
+    which is exact.
 
     Args:
       run: computes the columns of one shard.
@@ -293,12 +298,18 @@ def gather_columns(
     """
 
     def score(part, x):
-        axis = expert_mesh.name(TENSOR)
-        return lax.all_gather(run(part, x), axis, axis=x.ndim - 1, tiled=True)
+        axis, own = expert_mesh.name(TENSOR), run(part, x)
+        columns = own.shape[-1]
+        if not expert_mesh.sums_in_chains(own.nbytes * expert_mesh.tensor, TENSOR):
+            return lax.all_gather(own, axis, axis=x.ndim - 1, tiled=True)
+        zeros = jnp.zeros((*own.shape[:-1], columns * expert_mesh.tensor), own.dtype)
+        first = lax.axis_index(axis) * columns
+        beside = lax.dynamic_update_slice_in_dim(zeros, own, first, own.ndim - 1)
+        return expert_mesh.add_up(beside, TENSOR)
 
     return run_shards(expert_mesh, score, module, x)
 
 
 def _add_up(y, expert_mesh):
     """Add up the results of all shards along `tensor` in float32."""
-    return lax.psum(y.astype(jnp.float32), expert_mesh.name(TENSOR)).astype(y.dtype)
+    return expert_mesh.add_up(y, TENSOR)

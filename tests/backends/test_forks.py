@@ -92,6 +92,15 @@ def test_calls_with_aliases_are_in_no_scope(index, expected):
     assert find_forks(make_calls(LAYER, aliases=[index])) == expected
 
 
+@pytest.mark.parametrize("index", [*SCOPE, *FORK])
+def test_sums_over_gpus_run_beside_no_other_call(index):
+    """They run one at a time, and in the same order on all GPUs."""
+    calls = make_calls(LAYER)
+    calls[index] = dataclasses.replace(calls[index], target="nvfp4_all_reduce_cuda")
+    for fork in find_forks(calls):
+        assert index not in range(fork.start, fork.join)
+
+
 def test_no_fork_of_one_call():
     assert find_forks(make_calls([[], [0], [1], [2], [0], [3, 4]])) == []
 

@@ -17,6 +17,7 @@
 #include "cuda/instructions/fp4_mma.cuh"
 #include "cuda/launch.h"
 #include "cuda_checks.h"
+#include "cuda_peers.h"
 #include "operands.h"
 
 namespace nvfp4 {
@@ -232,6 +233,27 @@ void cut_dense_few(int64_t rows, int64_t n, int64_t k, int type, int weight_type
   call.output_type = DataType::kF32;
   call.bias_size = 4;
   *cut = CutDenseFew(call, clusters != 0);
+}
+
+// Makes the emulated GPU rank `rank` of `count` GPUs, in groups of that name. The other GPUs have
+// already sent their values for the next two sums of `pieces` pieces of 16 bytes: `sent`
+// [count, pieces] by rank.
+void connect_peers(const char* groups, int rank, int count, int pieces, int type,
+                   const uint8_t* sent) {
+  std::vector<uintptr_t> memory(count);
+  for (uintptr_t& one : memory) one = AllocatePeerMemory(0, count);
+  auto* const own = reinterpret_cast<char*>(memory[rank]);
+  for (int epoch = 1; epoch <= 2; ++epoch) {
+    for (int sender = 0; sender < count; ++sender) {
+      const uint64_t stamp = uint64_t{static_cast<uint32_t>(epoch)} << 32 | pieces << 8 | type;
+      for (int block = 0; block * kPeerThreads < pieces; ++block) {
+        *ArrivalIn(own, epoch % 2, block, sender) = stamp;
+      }
+      std::memcpy(ValuesIn(own, count, epoch % 2, sender), sent + sender * pieces * kPieceBytes,
+                  pieces * kPieceBytes);
+    }
+  }
+  AddPeerGroup(groups, 0, rank, memory, 10.0);
 }
 
 // Whether a Hopper GPU takes its own kernel for attention of this shape.

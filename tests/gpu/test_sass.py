@@ -91,6 +91,7 @@ START_FIRST = (
     "AddLinearGated",
     "GateHeads",
     "PrepareLatents",
+    "AllReduce",
 )
 WAIT_FIRST = (
     "AbsorbQueries",
@@ -209,13 +210,31 @@ def test_kernels_that_overlap_wait(listing, kernel, arch):
 def test_no_kernel_is_empty_or_traps(code, arch):
     assert own(code, arch)
     for name, count in own(code, arch).items():
-        assert count["BPT"] == 0, f"{name} traps"
+        waits_for_gpus = "9AllReduceI" in name  # and ends with an error if they do not come
+        assert count["BPT"] == int(waits_for_gpus), f"{name} traps"
         large = r"(Delta|Mamba2)PrepareILi64E|ChunkScanI\w+ELi64E"
         if arch not in LARGE_CHUNKS and re.search(large, name):
             assert count.total() < 24, f"{name} cannot run on this device"
             continue
         assert count["STG"] >= 1, f"{name} stores nothing"
         assert count.total() >= 24, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_sums_over_gpus_synchronize_at_the_scope_of_the_system(listing, arch):
+    """A fence stands before the store of a stamp, and the L1 cache is dropped after its load."""
+    found = kernels(listing, arch, "9AllReduceI")
+    assert len(found) == 3  # one for each dtype
+    for name, instructions in found.items():
+        (store,) = (i for i, op in enumerate(instructions) if op == "STG.E.64.STRONG.SYS")
+        fences = [i for i, op in enumerate(instructions) if op.startswith("MEMBAR")]
+        assert instructions[fences[0]].endswith(".SYS"), name
+        assert fences[0] < store, name
+        assert not any(op.startswith("STG") for op in instructions[fences[0] : store]), name
+        loads = [i for i, op in enumerate(instructions) if op == "LDG.E.64.STRONG.SYS"]
+        assert loads, name
+        for load in loads:
+            assert "CCTL.IVALL" in instructions[load : load + 8], name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -12,6 +12,7 @@ _FEWEST = 2
 # A product with this many outputs has four output tiles or more, of up to 256 outputs. About a
 # quarter of its blocks then shares a tile at most.
 _MANY_OUTPUTS = 1024
+_SUM = "nvfp4_all_reduce_cuda"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,8 @@ def find_forks(calls: Sequence[Call], fused: frozenset[int] = frozenset()) -> li
     the next call that reads their result is a sum with the result of the routed experts.
 
     Calls with aliases are in no fork and no scope, because they write to memory that other calls
-    may read. A call of a fork reads nothing that its scope writes.
+    may read. Neither are sums over GPUs, which must run one at a time and in the same order on all
+    GPUs. A call of a fork reads nothing that its scope writes.
 
     Args:
       calls: the calls in their order.
@@ -60,10 +62,11 @@ def find_forks(calls: Sequence[Call], fused: frozenset[int] = frozenset()) -> li
     """
     writers = {value: index for index, call in enumerate(calls) for value in call.results}
     reads = [{writers[v] for v, _ in call.operands if v in writers} for call in calls]
-    # For each call, the first call from which on no call before it has aliases.
+    # For each call, the first call from which on each call before it may be in a fork.
     free_from = [0]
     for index, call in enumerate(calls):
-        free_from.append(index + 1 if call.aliases else free_from[-1])
+        stays = call.aliases or call.target == _SUM
+        free_from.append(index + 1 if stays else free_from[-1])
     # The best forks among the calls before an index, after what they save and their size.
     best: list[tuple[tuple[int, int], tuple[Fork, ...]]] = [((0, 0), ())]
     for join in range(1, len(calls)):
@@ -85,7 +88,7 @@ def _forks_before(join, calls, reads, fused, free_from) -> Iterator[Fork]:
       calls: the calls.
       reads: for each call, the indices of the calls whose results it reads.
       fused: as in `find_forks`.
-      free_from: for each call, the first call from which on no call before it has aliases.
+      free_from: for each call, the first call from which on each call before it may be in a fork.
     """
     if join - 1 in fused:
         return

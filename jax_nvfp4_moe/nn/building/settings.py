@@ -48,8 +48,5 @@ class Settings:
 
     def block_arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that all blocks with experts share."""
-        mesh, names = None, None
-        if self.expert_mesh is not None:
-            mesh, names = self.expert_mesh.mesh, dict(self.expert_mesh.names)
-        how = {"mesh": mesh, "axis_names": names, "dispatch": self.dispatch}
+        how = {"mesh": self.expert_mesh, "dispatch": self.dispatch}
         return {**self.module_arguments(), **how}

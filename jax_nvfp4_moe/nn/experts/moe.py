@@ -34,7 +34,7 @@ from jax_nvfp4_moe.numerics.tensor import (
 )
 from jax_nvfp4_moe.ops.gating import add_gated, add_linear_gated
 from jax_nvfp4_moe.parallel import find_expert_mesh, share_rows
-from jax_nvfp4_moe.parallel.expert_mesh import check_context, replicate
+from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context, replicate
 from jax_nvfp4_moe.parallel.tensor_parallel import run_by_rows
 from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme, Target
 
@@ -136,7 +136,7 @@ class NVFP4MoE(nnx.Module):
         backend: str | Sequence[str] | None = None,
         dtype=jnp.bfloat16,
         param_dtype=jnp.float32,
-        mesh: Mesh | None = None,
+        mesh: Mesh | ExpertMesh | None = None,
         axis_names: Mapping[str, str] | None = None,
         dispatch: str = "psum",
         capacity: int | None = None,
@@ -188,7 +188,8 @@ class NVFP4MoE(nnx.Module):
           mesh: `jax.sharding.Mesh` with at least one of the axes `expert`, `tensor` and `data`. The
             routed experts are distributed along `expert`, and each expert is sharded along
             `tensor`; see `parallel.experts`. Tokens are sharded along `data`. The router is
-            replicated, and so is everything along further axes. None runs on one device.
+            replicated, and so is everything along further axes. Or what `parallel.connect_peers`
+            returned. None runs on one device.
           axis_names: names of the axes of `mesh` that are called something else, such as
             ``{"expert": "ep", "tensor": "tp", "data": "dp"}``. Defaults to None.
           dispatch: how tokens reach their experts over `mesh`; see `parallel.dispatch`. With "psum"
@@ -408,8 +409,8 @@ class NVFP4MoE(nnx.Module):
         self._check_tokens(x)
         x = x.astype(self.dtype)
         chosen = self.route(x) if token_ids is None else self.route(x, token_ids)
-        own = x
-        if self.experts.expert_mesh is not None:
+        own, on_mesh = x, self._spans_devices
+        if on_mesh:
             # Without the barrier, XLA of jax 0.10 merges the first GEMM of the shared experts with
             # the GEMM of the router. It could then no longer overlap with the all-reduce, or the
             # combine, of the routed experts.
@@ -422,7 +423,6 @@ class NVFP4MoE(nnx.Module):
         if self.shared_experts is None:
             return y
         # Over a mesh the arrays are sharded, and a call of a kernel would gather them.
-        on_mesh = self.experts.expert_mesh is not None
         plain_gate = None if on_mesh else self._find_plain_gate()
         with jax.named_scope("shared_experts"):
             shared = self._on_own_tokens(self.shared_experts, own).astype(self.dtype)
@@ -434,6 +434,12 @@ class NVFP4MoE(nnx.Module):
         return add_gated(
             y, gate, shared, target=self.target, backend="reference" if on_mesh else None
         )
+
+    @property
+    def _spans_devices(self):
+        """Whether the block runs on a mesh, and not in the program of one of its devices."""
+        expert_mesh = self.experts.expert_mesh
+        return expert_mesh is not None and not expert_mesh.is_inside
 
     def _find_plain_gate(self):
         """Return the gate if `add_linear_gated` can compute it from its weight, or None."""

@@ -680,7 +680,7 @@ def make_experts(
     scheme: Scheme | str | None = None,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | ExpertMesh | None = None,
     axis_names: Mapping[str, str] | None = None,
 ) -> RoutedExperts:
     """Make the module that fits `params` and `checkpoint_scheme`.

@@ -1,7 +1,7 @@
 """Run the FFI targets of the CUDA extension on a CPU.
 
 The kernels and the handlers are compiled from the same sources, except for the plain kernels. All
-assembly is in seven headers. `tests/emulation` has a replacement for each of them, and everything
+assembly is in eight headers. `tests/emulation` has a replacement for each of them, and everything
 else is compiled unchanged. Threads are fibers. A kernel must not depend on the order of its
 threads, so every call runs twice, with the threads in both orders. Buffers end at a protected page,
 so that an access past their end fails. The targets are registered for JAX's CPU platform under
@@ -333,6 +333,19 @@ def pack_groups(library, starts, slots, scales, weight_rows, k, scaled):
     arrays = emulate(library, run, starts, slots, *scales)
     found = dict(zip(likes, arrays, strict=True))
     return found | {name: found[name].view(np.int64) for name in ("strides", "offsets")}
+
+
+def connect_peers(library, groups, rank, sent):
+    """Make the emulated GPU rank `rank` of connected GPUs, in groups of that name.
+
+    `sent` are arrays by rank, of one shape and dtype. The other GPUs have sent theirs for the next
+    two sums.
+    """
+    sent = np.stack(sent)
+    pieces = sent[0].nbytes // 16
+    kind = _TYPES[sent.dtype.name]
+    data = sent.ctypes.data_as(ctypes.c_void_p)
+    library.connect_peers(groups.encode(), rank, len(sent), pieces, kind, data)
 
 
 def route(library, router: Router, logits, bias=None):

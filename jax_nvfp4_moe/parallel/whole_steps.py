@@ -1,0 +1,96 @@
+"""Run a whole step of a model as the program of each device of a mesh.
+
+Otherwise each module shards its own arrays. Between two modules, the program is one of all devices,
+in which a chain of kernels (`ops.chain_calls`) has to end. In the program of one device, a chain
+goes on through all modules, and through the sums of GPUs that `connect_peers` has connected.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
+from jax_nvfp4_moe.parallel.partition_specs import partition_specs
+from jax_nvfp4_moe.parallel.shard_spec import axis_spec
+from jax_nvfp4_moe.parallel.sharded_variable import find_layout, sharded_axes
+
+
+def find_connected_mesh(model: Any) -> ExpertMesh | None:
+    """Return the mesh whose GPUs `connect_peers` has connected and on which `model` is; or None.
+
+    It is None if the mesh shards the rows of a batch, too, and if experts have adapters, whose
+    variables do not tell how they are sharded.
+    """
+    if not isinstance(model, nnx.Module):
+        return None
+    found = None
+    for _, module in nnx.iter_modules(model):
+        mesh = getattr(module, "expert_mesh", None)
+        if mesh is None:
+            continue
+        if not mesh.peers or mesh.data > 1 or getattr(module, "adapter", None) is not None:
+            return None
+        found = mesh
+    return found
+
+
+def on_each_device(run: Callable, expert_mesh: ExpertMesh) -> Callable:
+    """Return `run` as a function whose program is that of each device.
+
+    Args:
+      run: ``(model, ids, cache) -> (logits, cache)``, with the parts that one device holds.
+      expert_mesh: the mesh of the model, without an axis `data`.
+
+    Returns:
+      A function of the whole model and the whole cache. The ids and the logits are replicated.
+    """
+
+    def call(model, ids, cache):
+        leaves, tree = jax.tree.flatten(model)
+        given, whole = model_specs(model, expert_mesh), expert_mesh.spec()
+        kept = cache_specs(model, cache, expert_mesh)
+
+        def body(leaves, ids, cache):
+            return run(tree.unflatten(leaves), ids, cache)
+
+        mapped = expert_mesh.shard_whole(body, (given, whole, kept), (whole, kept))
+        return mapped(leaves, ids, cache)
+
+    return call
+
+
+def model_specs(model: nnx.Module, expert_mesh: ExpertMesh) -> list[PartitionSpec]:
+    """Return the specification of each leaf of a model, in the order of `jax.tree.leaves`."""
+    found = []
+    for variable in jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        if not isinstance(variable, nnx.Variable):
+            found.append(expert_mesh.spec())
+        elif variable.get_metadata("partition_specs", None) is not None:
+            found += jax.tree.leaves(partition_specs(variable))
+        elif find_layout(variable) is None:
+            found += [expert_mesh.spec()] * len(jax.tree.leaves(variable.get_value()))
+        else:
+            found += [axis_spec(expert_mesh, axis) for axis in sharded_axes(variable)]
+    return found
+
+
+def cache_specs(model: Any, cache: Any, expert_mesh: ExpertMesh) -> Any:
+    """Return a cache of `model` with the specification of each array in its place.
+
+    An axis that is shorter in the cache of one device is sharded along `tensor`.
+    """
+
+    def make():
+        return model.init_cache(len(cache.lengths), cache.max_length)
+
+    own = jax.eval_shape(expert_mesh.shard_whole(make, (), expert_mesh.spec()))
+
+    def spec(whole, part):
+        pairs = enumerate(zip(whole.shape, part.shape, strict=True))
+        axes = [axis for axis, (all_of, some) in pairs if all_of != some]
+        return expert_mesh.spec(*(None,) * axes[0], TENSOR) if axes else expert_mesh.spec()
+
+    return jax.tree.map(spec, cache, own)

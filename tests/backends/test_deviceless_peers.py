@@ -1,0 +1,41 @@
+"""Compile decoding over two absent GPUs that are connected, with XLA's CUDA compiler.
+
+No kernel runs, and no time is measured.
+"""
+
+import pytest
+from support.devices.deviceless import read_report, run_program
+
+pytestmark = pytest.mark.deviceless
+
+
+def report(folder, batch, *words):
+    """Return the report of deviceless_peers.py."""
+    how = {"flags": f"--xla_dump_to={folder}"}
+    return read_report(run_program("deviceless_peers.py", "h100", batch, folder, *words, **how))
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "kernels"), [("1x2", 1, 0), ("2x1", 1, 2), ("2x1", 16, 2)]
+)
+def test_a_loop_is_one_cuda_graph_without_collectives_of_xla(tmp_path, shape, batch, kernels):
+    """Along `tensor`, one chain holds all calls of all layers.
+
+    Along `expert`, XLA subtracts the number of a GPU's first expert in each layer, which divides
+    the chain.
+    """
+    found = report(tmp_path, batch, shape)
+    assert found == {"kernels_a_layer": kernels, "collectives": {}, "in_one_graph": True}
+
+
+def test_logits_of_many_rows_are_gathered_by_xla(tmp_path):
+    found = report(tmp_path, 16, "1x2")
+    assert found["kernels_a_layer"] == 0
+    assert found["collectives"] == {"all-gather": 1}
+
+
+def test_without_a_connection_each_sum_is_a_collective(tmp_path):
+    """Two sums of each of four layers, and that of the embedding."""
+    found = report(tmp_path, 1, "1x2", "plain")
+    assert found["collectives"] == {"all-reduce": 2 * 4 + 1, "all-gather": 1}
+    assert not found["in_one_graph"]

@@ -1,0 +1,20 @@
+// Replaces peer_memory.cuh on a CPU, where a single GPU runs. What other GPUs send is there before.
+#pragma once
+
+#include <chrono>
+
+#include "cuda_on_cpu.h"
+
+namespace nvfp4 {
+
+inline void StoreRelease(uint64_t* target, uint64_t value) { *target = value; }
+inline uint64_t LoadAcquire(const uint64_t* source) {
+  emulation::Yield();
+  return *source;
+}
+inline uint64_t Nanoseconds() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+[[noreturn]] inline void EndWithError() { emulation::Fail("a kernel ends with an error"); }
+
+}  // namespace nvfp4

@@ -1,0 +1,197 @@
+"""Add up arrays of several GPUs through each other's memory: sums, models, and what goes wrong.
+
+Two GPUs get the bits of `jax.lax.psum`, because the order of two terms does not matter.
+"""
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.devices.host_devices import call, decode, difference, make_mesh
+from support.files.given import CHECKPOINTS, EXAMPLE, PROGRAMS
+
+from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe.inference import generation
+from jax_nvfp4_moe.ops.all_reduce import all_reduce
+from jax_nvfp4_moe.parallel import connect_peers
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
+
+pytestmark = pytest.mark.several_gpus
+
+# Bytes of sums: one piece, one block, more than one block, and the most that the kernel takes.
+SIZES = [16, 4096, 8192, 8208, 65536, 1 << 20]
+FLOAT32 = {"scheme": "w4a16", "dtype": jnp.float32}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return connect_peers(make_mesh((1, 2)))
+
+
+def each(mesh, body):
+    """Return a function that runs `body` on the row of each GPU, and gives the rows."""
+    rows = mesh.spec(TENSOR)
+    return jax.jit(mesh.shard_map(body, (rows,), rows), compiler_options=generation._ONE_GRAPH)
+
+
+def terms(nbytes, dtype, count=2):
+    shape = count, nbytes // jnp.dtype(dtype).itemsize
+    return jax.random.normal(jax.random.key(nbytes), shape, jnp.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_sums_have_the_bits_of_psum(mesh, nbytes, dtype):
+    x = terms(nbytes, dtype)
+    own = each(mesh, lambda x: mesh.add_up(x, TENSOR))
+    assert "nvfp4_all_reduce_cuda" in own.lower(x).as_text()
+    found = np.asarray(own(x))
+    expected = np.asarray(each(mesh, lambda x: all_reduce(x, ("tensor",)))(x))
+    np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+    np.testing.assert_array_equal(found[0].view(np.uint8), found[1].view(np.uint8))
+
+
+@pytest.mark.parametrize("nbytes", [(1 << 20) + 16, 24])
+def test_other_sizes_are_added_up_by_xla(mesh, nbytes):
+    text = each(mesh, lambda x: mesh.add_up(x, TENSOR)).lower(terms(nbytes, "float32")).as_text()
+    assert "nvfp4_all_reduce_cuda" not in text
+    assert "all_reduce" in text
+
+
+def test_more_gpus_add_up_in_the_order_of_their_ranks():
+    count = min(len(jax.devices()), 8)
+    if count < 3:
+        pytest.skip("this machine has no 3 GPUs")
+    mesh = connect_peers(make_mesh((1, count)))
+    x = terms(4096, "float32", count)
+    found = np.asarray(each(mesh, lambda x: mesh.add_up(x, TENSOR))(x))
+    rows = np.asarray(x)
+    expected = functools.reduce(np.add, rows[1:], rows[0])
+    for row in found:
+        np.testing.assert_array_equal(row, expected)
+
+
+def count_wrong(mesh, sums, sizes):
+    """Return how many of `sums` sums are wrong on each GPU. The GPUs are late by turns.
+
+    Every sum waits for the one before. Terms are integers, so that all sums are exact.
+    """
+
+    def body(delays):
+        rank = jax.lax.axis_index("tensor")
+
+        def step(i, carry):
+            wrong, last = carry
+            late = delays[0, i % delays.shape[1]]
+            last = jax.lax.fori_loop(0, late, lambda _, x: jnp.sqrt(x + 1.0), last)
+            for size in sizes:
+                at = jnp.arange(size, dtype=jnp.float32)
+                term = (at + i % 1009) * (rank + 1) + jnp.minimum(last, 0.0)
+                total = mesh.add_up(term, TENSOR)
+                wrong += jnp.sum(total != (at + i % 1009) * 3)
+                last = jnp.abs(total[0])
+            return wrong, last
+
+        start = jnp.int32(0), jnp.float32(0)
+        return jax.lax.fori_loop(0, sums // len(sizes), step, start)[0].reshape(1)
+
+    rng = np.random.default_rng(sums)
+    delays = rng.integers(0, 40, (2, 997)) * (rng.random((2, 997)) < 0.2)
+    return np.asarray(each(mesh, body)(jnp.asarray(delays, jnp.int32)))
+
+
+def test_many_sums_with_delays_are_right(mesh):
+    assert count_wrong(mesh, 30_000, (4, 1024, 2052, 4)).tolist() == [0, 0]
+
+
+def test_a_program_that_runs_again_goes_on_counting(mesh):
+    """The epochs outlive a program, and programs with other sizes use them too."""
+    small, large = (
+        functools.partial(each(mesh, lambda x: mesh.add_up(x, TENSOR)), terms(size, "bfloat16"))
+        for size in (4096, 65536)
+    )
+    expected = np.asarray(small()), np.asarray(large())
+    for i in range(500):
+        one, two = (small, large) if i % 3 else (large, small)
+        for result in (one(), two()):
+            index = 0 if result.shape == expected[0].shape else 1
+            np.testing.assert_array_equal(result, expected[index])
+
+
+@pytest.mark.parametrize(
+    ("folder", "shape"),
+    [
+        (EXAMPLE, (1, 2)),
+        (EXAMPLE, (2, 1)),
+        (CHECKPOINTS / "qwen3_5_moe-modelopt-w4a16", (2, 1)),
+        (CHECKPOINTS / "deepseekv3-modelopt-w4a4", (1, 2)),
+    ],
+)
+def test_models_give_the_logits_and_tokens_of_one_gpu(folder, shape):
+    one = load_model(folder, **FLOAT32)
+    two = load_model(folder, mesh=connect_peers(make_mesh(shape)), **FLOAT32)
+    ids = jnp.arange(2 * 12, dtype=jnp.int32).reshape(2, 12) % one.config.vocab_size
+    whole, parts = ([call(m, ids), decode(m, ids)[0]] for m in (one, two))
+    for expected, found in zip(whole, parts, strict=True):
+        assert difference(found, expected) < 2e-5
+    tokens = [
+        np.asarray(generate(m, ids[:, :8], max_new_tokens=24, stop_ids=())) for m in (one, two)
+    ]
+    np.testing.assert_array_equal(*tokens)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_generate_repeats_its_tokens(shape):
+    model = load_model(EXAMPLE, mesh=connect_peers(make_mesh(shape)))
+    prompt = np.arange(10, dtype=np.int32)[None]
+    first, *others = (
+        np.asarray(generate(model, prompt, max_new_tokens=64, stop_ids=())) for _ in range(20)
+    )
+    for tokens in others:
+        np.testing.assert_array_equal(tokens, first)
+
+
+def run_program(*arguments, gpus, timeout=240):
+    """Start a program of `tests/programs` for each text of `gpus`, and return what they print."""
+    # This process may have taken most of the memory.
+    own = {"NCCL_NVLS_ENABLE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = os.environ | own
+    running = [
+        subprocess.Popen(
+            [sys.executable, PROGRAMS / "peer_sums.py", *map(str, arguments), str(index)],
+            env=environment | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, visible in enumerate(gpus)
+    ]
+    try:
+        return [(one.communicate(timeout=timeout)[0], one.returncode) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+
+
+def test_processes_share_their_memory():
+    """Each process has one GPU. They connect by CUDA IPC."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for text, status in run_program("processes", f"127.0.0.1:{port}", gpus=("0", "1")):
+        assert status == 0, text
+        assert "equal" in text.splitlines()
+
+
+def test_a_gpu_that_waits_in_vain_ends_with_an_error():
+    begin = time.monotonic()
+    ((text, _),) = run_program("alone", gpus=("",))
+    assert time.monotonic() - begin < 200
+    assert "did not meet within 2 s" in text

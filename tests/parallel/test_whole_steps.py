@@ -1,0 +1,92 @@
+"""Test steps that are the program of each device, on CPU devices, where XLA adds up all arrays."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.devices.host_devices import IDS, call, collectives, difference, make_mesh
+from support.files.given import CHECKPOINTS, EXAMPLE
+
+from jax_nvfp4_moe import add_lora, generate, load_model
+from jax_nvfp4_moe.inference import generation
+from jax_nvfp4_moe.ops.all_reduce import PeerGroups
+from jax_nvfp4_moe.parallel import find_expert_mesh
+from jax_nvfp4_moe.parallel.peers import SUMS
+from jax_nvfp4_moe.parallel.whole_steps import find_connected_mesh, on_each_device
+
+pytestmark = pytest.mark.eight_devices
+
+# Folder -> the shapes (expert, tensor) of meshes that divide its model.
+MODELS = {
+    EXAMPLE: [(2, 1), (1, 2), (2, 2)],
+    CHECKPOINTS / "qwen3_5_moe-modelopt-w4a16": [(2, 1)],  # recurrent states, shared experts
+    CHECKPOINTS / "deepseekv3-modelopt-w4a4": [(1, 2)],  # latent attention, shared experts
+}
+CASES = [
+    pytest.param(folder, shape, id=f"{folder.name}-{shape[0]}x{shape[1]}")
+    for folder, shapes in MODELS.items()
+    for shape in shapes
+]
+
+
+def connected(shape):
+    """Return a mesh like that of `connect_peers`. The kernels of CPUs know no such sums."""
+    peers = tuple((roles, PeerGroups("not there", 2)) for roles in SUMS)
+    return dataclasses.replace(find_expert_mesh(make_mesh(shape)), peers=peers)
+
+
+def load(folder, mesh=None):
+    return load_model(folder, scheme="w4a16", dtype=jnp.float32, mesh=mesh)
+
+
+@pytest.mark.parametrize(("folder", "shape"), CASES)
+def test_a_step_of_each_device_has_the_logits_of_the_whole_program(folder, shape):
+    model = load(folder, connected(shape))
+    mesh = find_connected_mesh(model)
+    assert mesh is not None
+    ids = jnp.asarray(IDS % model.config.vocab_size)
+    _, cache = call(model, ids[:, :-1], model.init_cache(*ids.shape))
+    own = jax.jit(on_each_device(generation._read, mesh))
+    (logits, after), (expected, kept) = (f(model, ids[:, -1:], cache) for f in (own, call))
+    assert difference(logits, expected) < 1e-6
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(kept), strict=True):
+        assert one.shape == other.shape
+        assert difference(one, other) < 1e-5 or not np.any(other)
+    compiled = own.lower(model, ids[:, -1:], cache).compile()
+    assert set(collectives(compiled)) <= {"all-reduce", "all-gather"}
+
+
+@pytest.mark.parametrize(("folder", "shape"), CASES)
+def test_generate_gives_the_tokens_of_one_device(folder, shape):
+    ids = np.asarray(IDS[:, :8])
+    found = []
+    for mesh in (None, connected(shape)):
+        model = load(folder, mesh)
+        prompt = ids % model.config.vocab_size
+        found.append(np.asarray(generate(model, prompt, max_new_tokens=6, stop_ids=())))
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_mesh_that_is_not_connected_is_not_found():
+    assert find_connected_mesh(load(EXAMPLE, make_mesh((1, 2)))) is None
+    assert find_connected_mesh(load(EXAMPLE)) is None
+
+
+def test_a_model_inside_of_your_own_shard_map_is_an_error():
+    """It would get the whole arrays where it expects those of one shard."""
+    mesh = connected((1, 2))
+    model, whole = load(EXAMPLE, mesh), mesh.spec()
+    run = jax.shard_map(model, mesh=mesh.mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    with pytest.raises(ValueError, match=r"(?i)manual|mesh"):
+        jax.eval_shape(run, jnp.asarray(IDS))
+
+
+def test_models_with_adapters_of_experts_run_module_by_module():
+    """A step of each device would need to know how the adapters are sharded."""
+    model = load(EXAMPLE, connected((2, 1)))
+    assert find_connected_mesh(model) is not None
+    add_lora(model, 2, targets="experts", rngs=nnx.Rngs(0))
+    assert find_connected_mesh(model) is None
