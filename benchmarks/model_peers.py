@@ -18,7 +18,10 @@ from whole_model import MODELS
 HERE = pathlib.Path(__file__).resolve().parent
 # The architectures of the models that each program makes.
 ARCHITECTURES = {
-    "llama.cpp": ("Qwen3MoeForCausalLM", "LlamaForCausalLM"),
+    "llama.cpp": (
+        *("Qwen3MoeForCausalLM", "LlamaForCausalLM"),
+        *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    ),
     "transformers": ("Qwen3MoeForCausalLM",),
 }
 

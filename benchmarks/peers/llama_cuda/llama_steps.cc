@@ -89,11 +89,14 @@ class Session {
     return next;
   }
 
-  // Forgets all tokens from `position` on.
-  void Cut(int position) {
+  // Forgets all tokens from `position` on. False if llama.cpp cannot, because the model has a
+  // recurrent state that has read them.
+  bool Cut(int position) {
+    bool done = true;
     for (int row = 0; row < rows_; ++row) {
-      llama_memory_seq_rm(llama_get_memory(context_), row, position, -1);
+      done &= llama_memory_seq_rm(llama_get_memory(context_), row, position, -1);
     }
+    return done;
   }
 
  private:
@@ -123,7 +126,10 @@ void TimeCell(llama_model* model, int rows, int prompt, int new_tokens, int roun
     if (run) prefills.push_back(Now() - start);
   }
   for (int round = 0; round <= rounds && new_tokens > 1; ++round) {
-    session.Cut(prompt);
+    if (!session.Cut(prompt)) {
+      session.Cut(0);
+      session.Append(prompts, 0);
+    }
     Tokens tokens = first;
     const double start = Now();
     for (int step = 1; step < new_tokens; ++step)
