@@ -31,6 +31,9 @@ ffi::Error AllReduce(cudaStream_t stream, const Call& operands, std::string_view
   const int64_t bytes = operands.size("n") * Bytes(call.type);
   NVFP4_RETURN_IF_ERROR(operands.Check(
       {MultipleOf("bytes of x", bytes, kPieceBytes), AtMost("bytes of x", bytes, kMaxPeerBytes)}));
+  // After such an error, no call of CUDA succeeds any more.
+  const std::string failure = PeerFailureText();
+  if (!failure.empty()) return ffi::Error::Internal(failure);
   int device = 0;
   const cudaError_t status = cudaGetDevice(&device);
   if (status != cudaSuccess) return FromCuda(status);
@@ -39,8 +42,6 @@ ffi::Error AllReduce(cudaStream_t stream, const Call& operands, std::string_view
     return Expected("groups", "GPUs that parallel.connect_peers has connected in this process",
                     std::string(groups));
   }
-  const std::string failure = PeerFailureText();
-  if (!failure.empty()) return ffi::Error::Internal(failure);
   call.x = operands.in<void>("x");
   call.y = operands.out("y");
   call.pieces = static_cast<int32_t>(bytes / kPieceBytes);

@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "cuda/launch.h"
+
 namespace nvfp4 {
 namespace {
 
@@ -104,6 +106,7 @@ void AddPeerGroup(const std::string& groups, int device, int rank,
   std::transform(memory.begin(), memory.end(), group.memory,
                  [](uintptr_t address) { return reinterpret_cast<char*>(address); });
   const CurrentDevice current(device);
+  Check(PrepareAllReduce(&group.overlaps), "the kernels for the sums of GPUs");
   void* failure = nullptr;
   Check(cudaHostAlloc(&failure, sizeof(PeerFailure), cudaHostAllocPortable | cudaHostAllocMapped),
         "memory of the host for an error");

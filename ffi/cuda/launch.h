@@ -643,6 +643,10 @@ struct AllReduceCall {
   bool starts_next;  // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
+// Loads the kernels of LaunchAllReduce on the current device and sets their attributes, once, and
+// says whether they may start before the kernel ahead of them has ended. LaunchAllReduce only
+// launches. While another GPU waits in a sum, the driver may hold back a thread that does more.
+cudaError_t PrepareAllReduce(bool* overlaps);
 cudaError_t LaunchAllReduce(cudaStream_t stream, const AllReduceCall& call);
 
 // What Python reads (facts.h). Records name the numbers and the sizes.

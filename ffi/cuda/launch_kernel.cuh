@@ -143,6 +143,44 @@ inline cudaLaunchAttribute ClusterAttribute(int cluster) {
   return attribute;
 }
 
+// Loads a kernel on the current device, says whether it may overlap with the kernel before it, and
+// sets its attributes for that.
+template <typename... Parameters>
+cudaError_t PrepareOverlap(void (*kernel)(Parameters...), bool* overlaps) {
+  cudaFuncAttributes attributes = {};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  if (status != cudaSuccess) return status;
+  *overlaps = attributes.ptxVersion >= 90;
+  if (!*overlaps) return cudaSuccess;
+  // A multiprocessor must be idle before it divides its memory into shared memory and L1 cache
+  // anew. Two kernels therefore overlap on it only if they want the same division.
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
+// As LaunchClusters, for a kernel whose attributes are set. `overlaps` is what PrepareOverlap says.
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchPrepared(cudaStream_t stream, dim3 grid, int cluster, int threads,
+                           int shared_bytes, bool overlaps, void (*kernel)(Parameters...),
+                           const Arguments&... arguments) {
+  if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  const bool starts_last = std::exchange(next_kernel_starts_last, false);
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  if (overlaps && !starts_last) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) attributes[config.numAttrs++] = ClusterAttribute(cluster);
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 // Launches a kernel with `shared_bytes` bytes of dynamic shared memory. If `overlaps` is set and
 // the device can, blocks may start before the kernel ahead in the stream has ended, unless
 // next_kernel_starts_last is set; the rules above apply. Each `cluster` blocks form a cluster; more
@@ -158,28 +196,12 @@ cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int thre
     const cudaError_t status = AllowSharedMemory(kernel);
     if (status != cudaSuccess) return status;
   }
-  const bool starts_last = std::exchange(next_kernel_starts_last, false);
-  cudaLaunchAttribute attributes[2] = {};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = attributes;
-  if (overlaps && MayOverlap(kernel)) {
-    // A multiprocessor must be idle before it divides its memory into shared memory and L1 cache
-    // anew. Two kernels therefore overlap on it only if they want the same division.
-    const cudaError_t status = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (overlaps) {
+    const cudaError_t status = PrepareOverlap(kernel, &overlaps);
     if (status != cudaSuccess) return status;
-    if (!starts_last) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-    }
   }
-  if (cluster > 1) attributes[config.numAttrs++] = ClusterAttribute(cluster);
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  return LaunchPrepared(stream, grid, cluster, threads, shared_bytes, overlaps, kernel,
+                        arguments...);
 }
 
 // Returns the shared memory of a block that needs `shared_bytes`, for a kernel of `blocks` blocks.

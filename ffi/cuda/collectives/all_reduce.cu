@@ -32,14 +32,22 @@
 
 namespace nvfp4 {
 
+cudaError_t PrepareAllReduce(bool* overlaps) {
+  for (const DataType one : {DataType::kBF16, DataType::kF16, DataType::kF32}) {
+    NVFP4_RETURN_IF_CUDA_ERROR(CallWithType(
+        one, [&](auto type) { return PrepareOverlap(AllReduce<decltype(type)>, overlaps); }));
+  }
+  return cudaSuccess;
+}
+
 cudaError_t LaunchAllReduce(cudaStream_t stream, const AllReduceCall& call) {
   constexpr int kWarp = 32;
   const dim3 grid(static_cast<unsigned>(CeilDiv(call.pieces, kPeerThreads)));
   const int64_t threads = CeilDiv(call.pieces, kWarp) * kWarp;
   return CallWithType(call.type, [&](auto type) {
-    return LaunchWide(stream, grid,
-                      static_cast<int>(threads < kPeerThreads ? threads : kPeerThreads), 0,
-                      /*overlaps=*/true, AllReduce<decltype(type)>, call);
+    return LaunchPrepared(stream, grid, /*cluster=*/1,
+                          static_cast<int>(threads < kPeerThreads ? threads : kPeerThreads),
+                          /*shared_bytes=*/0, call.group.overlaps, AllReduce<decltype(type)>, call);
   });
 }
 

@@ -37,6 +37,7 @@ struct PeerGroup {
   uint64_t timeout_ns;      // after which a kernel that waits for another GPU ends with an error
   char* memory[kMaxPeers];  // that of each GPU, at its address on this GPU
   PeerFailure* failure;     // in memory of the host
+  bool overlaps;            // what PrepareAllReduce has found on this GPU
 };
 
 constexpr int64_t kArrivalsOffset = 512;

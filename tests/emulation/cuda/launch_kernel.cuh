@@ -55,6 +55,20 @@ cudaError_t LaunchClusters(cudaStream_t, dim3 grid, int cluster, int threads, in
   return cudaSuccess;
 }
 
+template <typename... Parameters>
+cudaError_t PrepareOverlap(void (*kernel)(Parameters...), bool* overlaps) {
+  *overlaps = MayOverlap(kernel);
+  return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchPrepared(cudaStream_t stream, dim3 grid, int cluster, int threads,
+                           int shared_bytes, bool overlaps, void (*kernel)(Parameters...),
+                           const Arguments&... arguments) {
+  return LaunchClusters(stream, grid, cluster, threads, shared_bytes, overlaps, kernel,
+                        arguments...);
+}
+
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, bool overlaps,
                        void (*kernel)(Parameters...), const Arguments&... arguments) {
