@@ -25,6 +25,7 @@ from jax_nvfp4_moe.inference.generation import (
 from jax_nvfp4_moe.inference.generative_model import GenerativeModel
 from jax_nvfp4_moe.inference.pair_prefill import start_with_pairs
 from jax_nvfp4_moe.inference.prefill import default_chunk
+from jax_nvfp4_moe.parallel.whole_steps import start_together
 
 
 class Conversation:
@@ -187,6 +188,7 @@ def _close(model, cache):
 def _extend(model, sampling, cache, new, count, room):
     """Run new tokens through the model, and draw the first token of the answer."""
     model = restore_model(model)
+    count = start_together(model, count)
     logits, cache = model(new, cache, lengths=count, logits_at=count - 1)
     # Without the barrier, jax.jit does not reuse the donated memory of the cache, because the model
     # constrains the layout of the result.

@@ -50,7 +50,12 @@ from jax_nvfp4_moe.inference.sampling import Sampling, make_sampling, whole_numb
 from jax_nvfp4_moe.inference.state import State, draw
 from jax_nvfp4_moe.inference.step_costs import find_cost
 from jax_nvfp4_moe.ops.chain import chain_calls
-from jax_nvfp4_moe.parallel.whole_steps import find_connected_mesh, on_each_device
+from jax_nvfp4_moe.parallel.peers import explain_failed_sums
+from jax_nvfp4_moe.parallel.whole_steps import (
+    find_connected_mesh,
+    on_each_device,
+    start_together,
+)
 from jax_nvfp4_moe.scheme import Target
 
 # `stream` starts the loop for as many tokens as take this long. To start a program of a large model
@@ -210,17 +215,18 @@ def generate(
         tokens = jnp.zeros((0, new), jnp.int32)
         return (tokens, told) if stats else tokens
     given = model, input_ids, lengths, new, sampling, prefill_chunk, drafting
-    if _is_traced(input_ids, lengths, key):
-        state = _generate_traced(*given)
-    else:
-        flat, state = start_decoding(*given)
-        if isinstance(state, DraftState):
-            state = _find_cost(flat, sampling, state, new)
-        if new > 1:  # the prefill has drawn the first token
-            state = decode(flat, sampling, state, np.int32(new))
-    tokens, told = _fill(state, sampling.stop_ids, new)
-    if not isinstance(state.not_finite, Tracer):
-        warn_rows(np.asarray(state.not_finite))
+    with explain_failed_sums():
+        if _is_traced(input_ids, lengths, key):
+            state = _generate_traced(*given)
+        else:
+            flat, state = start_decoding(*given)
+            if isinstance(state, DraftState):
+                state = _find_cost(flat, sampling, state, new)
+            if new > 1:  # the prefill has drawn the first token
+                state = decode(flat, sampling, state, np.int32(new))
+        tokens, told = _fill(state, sampling.stop_ids, new)
+        if not isinstance(state.not_finite, Tracer):
+            warn_rows(np.asarray(state.not_finite))
     return (tokens, told) if stats else tokens
 
 
@@ -293,9 +299,10 @@ def stream(
     if _has_no_rows(model, input_ids, lengths, new):
         return
     given = model, input_ids, lengths, new, sampling, prefill_chunk, drafting
-    flat, state = start_decoding(*given)
-    for _, tokens in decode_in_bursts(flat, sampling, state, new):
-        yield from tokens.T
+    with explain_failed_sums():
+        flat, state = start_decoding(*given)
+        for _, tokens in decode_in_bursts(flat, sampling, state, new):
+            yield from tokens.T
 
 
 def _choose_sampling(model, temperature, top_k, top_p, stop_ids, key) -> Sampling:
@@ -409,6 +416,7 @@ def _chunk_size(chunk, rows) -> int:
 def _prefill(model, sampling, padded, lengths, room, num_tokens):
     """Run padded prompts through the model and draw the first token."""
     model = restore_model(model)
+    lengths = start_together(model, lengths)
     b, t = padded.shape
     cache = model.init_cache(b, t + room)
     logits, cache = read_tokens(model, padded, cache, lengths, num_tokens)
@@ -418,6 +426,7 @@ def _prefill(model, sampling, padded, lengths, room, num_tokens):
 def _begin_whole(model, sampling, ids, lengths, room, chunk):
     """Run prompts through a model chunk by chunk, in one program, and draw the first token."""
     model = restore_model(model)
+    lengths = start_together(model, lengths)
     b, t = ids.shape
     cache, logits = model.init_cache(b, t + room), None
     for start in range(0, t, chunk):
@@ -443,6 +452,7 @@ def _begin(sampling, logits, cache, room):
 def _decode(model, sampling, state, limit):
     """Draw tokens until each row has `limit` new tokens, or until all rows have stopped."""
     model = restore_model(model)
+    limit = start_together(model, limit)
     if isinstance(state, DraftState):
         read = functools.partial(_read, **state.drafting.read_options)
         propose = state.drafting.propose

@@ -17,6 +17,7 @@ from jax_nvfp4_moe.inference.drafting import DraftState, begin
 from jax_nvfp4_moe.inference.flat_model import restore_model
 from jax_nvfp4_moe.inference.prefill import NO_GRAPHS, PROMPT_STEP, chunk_ranges, count_tokens
 from jax_nvfp4_moe.inference.state import State, draw
+from jax_nvfp4_moe.parallel.whole_steps import start_together
 
 
 def start_with_pairs(model, sampling, ids, lengths, most, room, chunk, drafting) -> DraftState:
@@ -74,6 +75,7 @@ def _open(model, batch, room):
 def _extend(model, run, ids, following, counts, pairs, num_tokens):
     """Run one chunk; rows that ended before keep their logits and hidden states."""
     model = restore_model(model)
+    counts = start_together(model, counts)
     cache, draft_cache, old_logits, old_hidden = run
     at = jnp.maximum(counts - 1, 0)
     options = {"lengths": counts, "logits_at": at, "num_tokens": num_tokens}

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_nvfp4_moe.inference.flat_model import flatten_model, restore_model
+from jax_nvfp4_moe.parallel.whole_steps import start_together
 
 # The default number of tokens in a chunk, of each row and of all rows. On an H200, 8192 tokens of
 # Qwen3-30B-A3B took 135 ms in one piece and 152 ms in two.
@@ -118,6 +119,7 @@ def prefill_chunks(
 def _extend(model, cache, ids, counts, logits, num_tokens):
     """Run one chunk; rows that ended before this chunk keep their `logits`."""
     model = restore_model(model)
+    counts = start_together(model, counts)
     at = jnp.maximum(counts - 1, 0)
     new, cache = model(ids, cache, lengths=counts, logits_at=at, num_tokens=num_tokens)
     # The model constrains the layout of its cache. Without the barrier, jax.jit would not store
@@ -169,6 +171,7 @@ def score_texts(
 def _score_whole(model, ids, targets, counted, lengths, num_tokens):
     """Score whole texts."""
     model = restore_model(model)
+    lengths = start_together(model, lengths)
     return _summarize(model.score(ids, targets, lengths=lengths, num_tokens=num_tokens), counted)
 
 
@@ -176,6 +179,7 @@ def _score_whole(model, ids, targets, counted, lengths, num_tokens):
 def _add_scores(model, cache, ids, targets, counted, counts, found, num_tokens):
     """Add the scores of one chunk to those that were found before it."""
     model = restore_model(model)
+    counts = start_together(model, counts)
     scores, cache = model.score(ids, targets, cache, lengths=counts, num_tokens=num_tokens)
     cache = lax.optimization_barrier(cache)  # as in `_extend`
     summed, likeliest = _summarize(scores, counted)

@@ -101,10 +101,18 @@ def run_dispatched(
 
     Returns:
       ``[t, h]``, on the devices of `x`.
+
+    Raises:
+      ValueError: if it is called in `ExpertMesh.shard_whole` with another `dispatch` than "psum".
     """
     psum = functools.partial(run_sharded, run, expert_mesh=expert_mesh)
     if dispatch == "psum" or not expert_mesh.has(EXPERT) or not x.shape[0]:
         return psum(x, params, expert_ids, expert_weights)
+    if expert_mesh.is_inside:
+        raise ValueError(
+            f"dispatch: expected 'psum' in the program of each device, where all devices have the "
+            f"same tokens, got {dispatch!r}"
+        )
     ids = jnp.where((expert_ids >= 0) & (expert_ids < params.num_experts), expert_ids, -1)
     (t, hidden), shards = x.shape, expert_mesh.expert
     each = -(-t // expert_mesh.data)  # tokens that travel among the shards of one part of `data`

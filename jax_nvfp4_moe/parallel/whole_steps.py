@@ -5,11 +5,13 @@ in which a chain of kernels (`ops.chain_calls`) has to end. In the program of on
 goes on through all modules, and through the sums of GPUs that `connect_peers` has connected.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
@@ -21,20 +23,62 @@ from jax_nvfp4_moe.parallel.sharded_variable import find_layout, sharded_axes
 def find_connected_mesh(model: Any) -> ExpertMesh | None:
     """Return the mesh whose GPUs `connect_peers` has connected and on which `model` is; or None.
 
-    It is None if the mesh shards the rows of a batch, too, and if experts have adapters, whose
-    variables do not tell how they are sharded.
+    It is None in these cases, too:
+
+    * The mesh shards the rows of a batch.
+    * Experts have adapters, whose variables do not tell how they are sharded.
+    * The tokens are dispatched to the devices of their experts, which shards them.
     """
-    if not isinstance(model, nnx.Module):
-        return None
     found = None
-    for _, module in nnx.iter_modules(model):
-        mesh = getattr(module, "expert_mesh", None)
-        if mesh is None:
-            continue
+    for module, mesh in _modules_on_meshes(model):
         if not mesh.peers or mesh.data > 1 or getattr(module, "adapter", None) is not None:
+            return None
+        if getattr(getattr(module, "options", None), "dispatch", "psum") != "psum":
             return None
         found = mesh
     return found
+
+
+def start_together(model: Any, values: jax.Array) -> jax.Array:
+    """Return `values`; connected GPUs on which `model` is start the program together for that.
+
+    The devices have the same `values`, of which the program uses the result. See
+    `from_first_device`. Call the function once in each program that runs a model, outside of loops.
+    """
+    for _, mesh in _modules_on_meshes(model):
+        if mesh.peers:
+            return from_first_device(values, mesh)
+    return values
+
+
+def from_first_device(values: Any, expert_mesh: ExpertMesh) -> jax.Array:
+    """Return the `values` that the first device of a mesh has, by a collective of XLA.
+
+    Before GPUs of one process run a program, XLA loads kernels and makes CUDA graphs for each GPU.
+    Only if the program has a collective, XLA then lets the GPUs wait for each other on the host.
+    Without that, one GPU could already wait in a sum (`connect_peers`) for another, and the CUDA
+    driver could hold back the thread that prepares the program of the other GPU.
+    """
+    axes = expert_mesh.mesh.axis_names
+
+    def body(values):
+        # XLA would remove a collective of values of which it knows that all devices have the same.
+        own = jnp.where(lax.axis_index(axes) == 0, values, jnp.zeros_like(values))
+        return lax.psum(own, axes)
+
+    return expert_mesh.shard_map(body, (expert_mesh.spec(),), expert_mesh.spec())(
+        jnp.asarray(values)
+    )
+
+
+def _modules_on_meshes(model: Any) -> Iterator[tuple[nnx.Module, ExpertMesh]]:
+    """Yield the modules that a mesh shards, and their meshes."""
+    if not isinstance(model, nnx.Module):
+        return
+    for _, module in nnx.iter_modules(model):
+        mesh = getattr(module, "expert_mesh", None)
+        if isinstance(mesh, ExpertMesh):
+            yield module, mesh
 
 
 def on_each_device(run: Callable, expert_mesh: ExpertMesh) -> Callable:

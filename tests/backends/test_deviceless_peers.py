@@ -19,19 +19,26 @@ def report(folder, batch, *words):
     ("shape", "batch", "kernels"), [("1x2", 1, 0), ("2x1", 1, 2), ("2x1", 16, 2)]
 )
 def test_a_loop_is_one_cuda_graph_without_collectives_of_xla(tmp_path, shape, batch, kernels):
-    """Along `tensor`, one chain holds all calls of all layers.
+    """Before the loop, one collective lets the GPUs start together (`whole_steps.start_together`).
 
+    Along `tensor`, one chain holds all calls of all layers.
     Along `expert`, XLA subtracts the number of a GPU's first expert in each layer, which divides
     the chain.
     """
     found = report(tmp_path, batch, shape)
-    assert found == {"kernels_a_layer": kernels, "collectives": {}, "in_one_graph": True}
+    assert found == {
+        "kernels_a_layer": kernels,
+        "collectives": {"all-reduce": 1},
+        "collectives_in_loops": {},
+        "in_one_graph": True,
+    }
 
 
 def test_logits_of_many_rows_are_gathered_by_xla(tmp_path):
     found = report(tmp_path, 16, "1x2")
     assert found["kernels_a_layer"] == 0
-    assert found["collectives"] == {"all-gather": 1}
+    assert found["collectives"] == {"all-reduce": 1, "all-gather": 1}
+    assert found["collectives_in_loops"] == {"all-gather": 1}
 
 
 def test_without_a_connection_each_sum_is_a_collective(tmp_path):

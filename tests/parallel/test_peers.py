@@ -45,9 +45,8 @@ def extension(monkeypatch):
     monkeypatch.setattr(ExpertMesh, "target", HOPPER)
     monkeypatch.setattr(peers._ffi, "why_unavailable", lambda name: None)
     monkeypatch.setattr(peers._ffi, "load", lambda name: extension)
-    peers._connect.cache_clear()
-    yield extension
-    peers._connect.cache_clear()
+    monkeypatch.setattr(peers, "_connected", {})
+    return extension
 
 
 def test_gpus_of_one_process_reach_each_other(extension):
@@ -71,6 +70,19 @@ def test_gpus_of_one_process_reach_each_other(extension):
     assert len(extension.groups) == 8
 
 
+def test_another_timeout_for_the_same_gpus_is_an_error(extension):
+    """Programs that run hold the timeout that was given first."""
+    connect_peers(make_mesh((1, 2)), timeout=5.0)
+    with pytest.raises(ValueError, match=r"timeout: expected 5\.0, .* got 6\.0"):
+        connect_peers(make_mesh((1, 2)), timeout=6.0)
+    assert {group[-1] for group in extension.groups} == {5.0}
+
+
+def test_gpus_wait_ten_minutes_by_default(extension):
+    connect_peers(make_mesh((1, 2)))
+    assert {group[-1] for group in extension.groups} == {600.0}
+
+
 def test_an_axis_of_one_device_has_no_sums(extension):
     assert [roles for roles, _ in connect_peers(make_mesh((2, 1))).peers] == [(EXPERT, TENSOR)]
     assert connect_peers(make_mesh((1, 1))).peers == ()
@@ -78,14 +90,56 @@ def test_an_axis_of_one_device_has_no_sums(extension):
 
 def test_handles_of_other_processes_are_imported(monkeypatch):
     """Each process gathers the handles of all, by the ids of the devices."""
-    gathered = np.array([[[3, *b"abc"]], [[5, *b"xyz"]]], np.int32)
-    monkeypatch.setattr(peers.multihost_utils, "process_allgather", lambda own: gathered)
-    assert peers._exchange({3: b"abc"}) == {3: b"abc", 5: b"xyz"}
+    others = np.array([[0, *b"\0\0\0"], [1, *b"def"], [1, *b"xyz"]], np.uint8)
+
+    def gather(own):
+        return np.stack([own, others])
+
+    monkeypatch.setattr(peers.multihost_utils, "process_allgather", gather)
+    found = peers._exchange({3: b"abc"}, [3, 5, 4])
+    assert found == {3: b"abc", 5: b"def", 4: b"xyz"}
+
+
+@pytest.fixture
+def two_processes(extension, monkeypatch):
+    """Let jax say that there are two processes, of which this one has all devices."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+
+def test_a_process_without_gpus_of_the_mesh_is_an_error(two_processes, extension, monkeypatch):
+    """Its own call raises the error. Those of the processes with GPUs would wait for it."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ValueError, match=r"GPUs of all 2 processes.*process 1 has none of them"):
+        connect_peers(make_mesh((1, 2)))
+    assert not extension.groups
+
+
+def test_another_host_is_an_error(two_processes, monkeypatch):
+    def gather(own):
+        return np.stack([own, own + np.uint8(1)])
+
+    monkeypatch.setattr(peers.multihost_utils, "process_allgather", gather)
+    with pytest.raises(ValueError, match="processes 0 and 1 run on different hosts"):
+        peers._check_processes({0, 1})
+    monkeypatch.setattr(peers.multihost_utils, "process_allgather", lambda own: np.stack([own] * 2))
+    peers._check_processes({0, 1})
+
+
+def test_an_error_of_jax_tells_why_a_sum_has_failed(extension):
+    extension.peer_failure = lambda: "rank 0 and rank 1 did not meet"
+    for connects in (False, True):
+        if connects:
+            connect_peers(make_mesh((1, 2)))
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught, peers.explain_failed_sums():
+            raise jax.errors.JaxRuntimeError("INTERNAL: unspecified launch failure")
+        notes = getattr(caught.value, "__notes__", [])
+        assert any("rank 0 and rank 1 did not meet" in note for note in notes) == connects
 
 
 def test_what_cannot_be_connected_is_named(extension, monkeypatch):
-    with pytest.raises(ValueError, match="timeout: expected a positive number of seconds, got 0"):
-        connect_peers(make_mesh((1, 2)), timeout=0)
+    for timeout in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="timeout: expected a positive, finite number of sec"):
+            connect_peers(make_mesh((1, 2)), timeout=timeout)
     monkeypatch.setattr(peers, "facts", lambda: types.SimpleNamespace(PEERS=range(2, 4)))
     with pytest.raises(ValueError, match="expected at most 3 GPUs along the axes expert, tensor"):
         connect_peers(make_mesh((2, 2)))

@@ -15,7 +15,12 @@ from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.ops.all_reduce import PeerGroups
 from jax_nvfp4_moe.parallel import find_expert_mesh
 from jax_nvfp4_moe.parallel.peers import SUMS
-from jax_nvfp4_moe.parallel.whole_steps import find_connected_mesh, on_each_device
+from jax_nvfp4_moe.parallel.whole_steps import (
+    find_connected_mesh,
+    from_first_device,
+    on_each_device,
+    start_together,
+)
 
 pytestmark = pytest.mark.eight_devices
 
@@ -38,8 +43,8 @@ def connected(shape):
     return dataclasses.replace(find_expert_mesh(make_mesh(shape)), peers=peers)
 
 
-def load(folder, mesh=None):
-    return load_model(folder, scheme="w4a16", dtype=jnp.float32, mesh=mesh)
+def load(folder, mesh=None, **options):
+    return load_model(folder, scheme="w4a16", dtype=jnp.float32, mesh=mesh, **options)
 
 
 @pytest.mark.parametrize(("folder", "shape"), CASES)
@@ -73,6 +78,42 @@ def test_generate_gives_the_tokens_of_one_device(folder, shape):
 def test_a_mesh_that_is_not_connected_is_not_found():
     assert find_connected_mesh(load(EXAMPLE, make_mesh((1, 2)))) is None
     assert find_connected_mesh(load(EXAMPLE)) is None
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "psum"])
+def test_dispatched_tokens_run_module_by_module(dispatch):
+    """In the program of each device, all devices have the same tokens."""
+    model = load(EXAMPLE, connected((2, 1)), dispatch=dispatch)
+    found = find_connected_mesh(model)
+    assert (found is None) == (dispatch != "psum")
+    prompt = np.asarray(IDS[:, :8]) % model.config.vocab_size
+    tokens = [generate(m, prompt, max_new_tokens=6, stop_ids=()) for m in (model, load(EXAMPLE))]
+    np.testing.assert_array_equal(*tokens)
+
+
+def test_dispatch_in_a_whole_step_is_an_error():
+    mesh = connected((2, 1))
+    model = load(EXAMPLE, mesh, dispatch="all_to_all")
+    ids = jnp.asarray(IDS % model.config.vocab_size)
+    cache = model.init_cache(*ids.shape)
+    with pytest.raises(ValueError, match="dispatch: expected 'psum' in the program of each device"):
+        jax.eval_shape(on_each_device(generation._read, mesh), model, ids, cache)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16])
+def test_values_of_the_first_device_come_by_a_collective(dtype):
+    mesh, values = connected((2, 2)), jnp.arange(5).astype(dtype)
+    run = jax.jit(lambda values: from_first_device(values, mesh))
+    np.testing.assert_array_equal(run(values), values)
+    assert collectives(run.lower(values).compile()) == {"all-reduce": 1}
+
+
+def test_only_programs_of_connected_models_start_together():
+    for mesh in (None, make_mesh((1, 2))):
+        values = np.ones(2)
+        assert start_together(load(EXAMPLE, mesh), values) is values
+    assert start_together(object(), values) is values
+    assert start_together(load(EXAMPLE, connected((1, 2))), values) is not values
 
 
 def test_a_model_inside_of_your_own_shard_map_is_an_error():

@@ -4,7 +4,8 @@
 
 The GPUs add up small arrays through each other's memory, except with ``plain``. The model is that
 of `deviceless_decode.py`, with NVFP4 linears. The JSON has the number of kernels and calls of a
-layer, the collectives of XLA in the program, and whether the loop is one CUDA graph.
+layer, the collectives of XLA in the program and in its loop, and whether the loop is one CUDA
+graph.
 """
 
 import collections
@@ -87,6 +88,13 @@ def compile_loop(model, mesh, batch):
     return generation.decode.lower(placed, *others).compile().as_text()
 
 
+def without_entry(text):
+    """Return a program without its main computation, which holds what is outside of loops."""
+    before, _, after = text.partition("\nENTRY ")
+    assert after
+    return before + after.partition("\n}")[2]
+
+
 if __name__ == "__main__":
     cuda_calls.register()
     config, dump = (pathlib.Path(sys.argv[i]) for i in (1, 3))
@@ -107,6 +115,7 @@ if __name__ == "__main__":
     kernels = (count_kernels(many) - count_kernels(few)) / (LAYERS[1] - LAYERS[0])
     found = {
         "kernels_a_layer": kernels,
+        "collectives_in_loops": dict(collections.Counter(COLLECTIVE.findall(without_entry(many)))),
         "collectives": dict(collections.Counter(COLLECTIVE.findall(many))),
         "in_one_graph": in_one_graph(dump),
     }
