@@ -13,7 +13,8 @@ first, divided by the number of steps. `efficiency` is the time of a step on 1x1
 the time on n devices. Peak memory is that of the device with the largest peak. The first load finds
 files that were written just before, so that most of them are in memory.
 
-NVLink multicast stays off: the processes run with NCCL_NVLS_ENABLE=0. Writes
+NVLink multicast stays off: the processes run with NCCL_NVLS_ENABLE=0. Those of a mesh with peers
+also run with CUDA_MODULE_LOADING=EAGER (`connect_peers` says why). Writes
 ``benchmarks/results/decode_parallel.DEVICE.json``.
 """
 
@@ -99,7 +100,7 @@ def measure(arguments):
     shape = tuple(map(int, sizes.split("x")))
     devices = jax.devices()[: shape[0] * shape[1]]
     mesh = jax.make_mesh(shape, ("expert", "tensor"), devices=devices) if shape != (1, 1) else None
-    mesh = connect_peers(mesh) if peers else mesh
+    mesh = connect_peers(mesh, timeout=60.0) if peers else mesh
     begin = time.perf_counter()
     model = nvfp4.load_model(arguments.folder, mesh=mesh)
     jax.block_until_ready(nnx.state(model))
@@ -141,7 +142,8 @@ def run(arguments):
         # If an option is given twice, the second one counts.
         own = ["--mesh", mesh, "--folder", str(arguments.folder), "--measure"]
         command = [sys.executable, __file__, *given, *own]
-        done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True)
+        loading = {"CUDA_MODULE_LOADING": "EAGER"} if mesh.endswith("+peers") else {}
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=environment | loading, text=True)
         found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode:
             found.append({"mesh": mesh, "failed": done.returncode})

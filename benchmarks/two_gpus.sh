@@ -1,24 +1,73 @@
 #!/usr/bin/env bash
-# Runs everything that two connected GPUs need: tests, a million checked sums, times of sums, and
-# decoding with and without connected memory. The package and its CUDA kernels are installed, and
-# the current folder is the repository.
-#   benchmarks/two_gpus.sh FOLDER
-# Each part writes a log to FOLDER and is stopped after its time, so that the next one runs anyway.
+# Runs what two connected GPUs need, in parts that each take less than nine minutes. The package and
+# its CUDA kernels are installed, and the current folder is the repository.
+#   [COMMIT=...] benchmarks/two_gpus.sh FOLDER [PART...]
+# Parts, in the order in which they run by default:
+#   sums      times of sums, and a million checked ones
+#   tests     tests/gpu/test_cuda_all_reduce.py, up to the first failure
+#   tensor    decoding with and without connected memory, sharded along `tensor`
+#   experts   the same along `expert`
+# Each call begins with the topology of the machine and a few sums, and ends if these fail. Each part
+# writes a log to FOLDER and is stopped after its time. COMMIT is the commit to record, where git
+# does not know it. The parts for decoding share a checkpoint in the folder of temporary files.
 set -uo pipefail
-out=$1
+if (($# == 0)); then
+  echo "two_gpus.sh: expected FOLDER [PART...]" >&2
+  exit 2
+fi
+out=$(realpath -m "$1")
+shift
+parts=("$@")
+((${#parts[@]})) || parts=(sums tests tensor experts)
 mkdir -p "$out"
-export NCCL_NVLS_ENABLE=0 JAX_PLATFORMS=cuda
+commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
+checkpoint=${TMPDIR:-/tmp}/two_gpus_checkpoint
+# CUDA must not load a kernel while a GPU waits in a sum for another one.
+export CUDA_MODULE_LOADING=EAGER
+export NCCL_NVLS_ENABLE=0 JAX_PLATFORMS=cuda PYTHONUNBUFFERED=1
+failed=0
 
 part() { # NAME SECONDS COMMAND...
-  local name=$1 seconds=$2 begin=$SECONDS
+  local name=$1 seconds=$2 begin=$SECONDS status
   shift 2
   timeout --kill-after=10 "$seconds" "$@" >"$out/$name.log" 2>&1
-  echo "$name: status $?, $((SECONDS - begin)) s"
+  status=$?
+  echo "$name: status $status, $((SECONDS - begin)) s"
   tail -n 15 "$out/$name.log"
+  ((status == 0)) || failed=1
+  return "$status"
 }
 
-part tests 420 python -P -m pytest -q -n 0 tests/gpu/test_cuda_all_reduce.py
-part sums 240 python benchmarks/all_reduce.py --check 1000000
-part decoding 540 python benchmarks/decode_parallel.py --layers 16 --batch 1 16 64 \
-  --mesh 1x1 1x2 1x2+peers 2x1 2x1+peers --output "$out/decode_parallel.json"
-cp benchmarks/results/all_reduce.*.json "$out" || true
+decode() { # NAME MESH...
+  local name=$1
+  shift
+  part "$name" 520 python3 benchmarks/decode_parallel.py --layers 16 --batch 1 16 64 --mesh "$@" \
+    --commit "$commit" --folder "$checkpoint" --output "$out/decode_parallel.$name.json" ||
+    rm -rf "$checkpoint" # it may not be complete
+}
+
+{
+  nvidia-smi topo -m
+  nvidia-smi topo -p2p rw
+} >"$out/topology.log" 2>&1
+cat "$out/topology.log"
+part smoke 90 python3 tests/programs/peer_sums.py smoke 0 || exit 1
+for name in "${parts[@]}"; do
+  case $name in
+    sums)
+      part sums 400 python3 benchmarks/all_reduce.py --check 1000000 --commit "$commit"
+      cp benchmarks/results/all_reduce.*.json "$out" || failed=1
+      ;;
+    tests)
+      part tests 500 python3 -P -m pytest -x -v -n 0 --must-run several_gpus \
+        tests/gpu/test_cuda_all_reduce.py
+      ;;
+    tensor) decode tensor 1x1 1x2 1x2+peers ;;
+    experts) decode experts 1x1 2x1 2x1+peers ;;
+    *)
+      echo "two_gpus.sh: expected parts among sums, tests, tensor and experts, got $name" >&2
+      exit 2
+      ;;
+  esac
+done
+exit "$failed"
