@@ -129,7 +129,10 @@ def check() -> str:
     other = records.read("load.NVIDIA-H200")
     cells = {
         f"{TITLES[row['model']]}, computed": (row["weights_bytes"]["nvfp4"], whole["peak_bytes"]),
-        "the checkpoint of the next table": (other["prepared_bytes"], other["device_peak_bytes"]),
+        "the checkpoint of the table above, on an H200": (
+            other["prepared_bytes"],
+            other["device_peak_bytes"],
+        ),
     }
     headings = "weights", "peak over weights", "measured peak, GB", "weights, GB"
     lines = (
