@@ -99,9 +99,9 @@ def decode_parallel() -> str:
 
 
 def drafts() -> str:
-    """Return the table of steps with drafts; the shares of drafts that are kept are stated ones.
+    """Return the table of steps with draft tokens; their tokens per step are stated, not measured.
 
-    The speed without drafts is that of the same run. The table shows it as a ratio only, because
+    The speed of plain steps is that of the same run. The table shows it as a ratio only, because
     `decode` has the newest plain step.
     """
     rows = [
@@ -112,8 +112,8 @@ def drafts() -> str:
     ]
     rows = records.newest(rows, ("model", "batch", "drafts"))
     headings = (
-        *("model", "batch", "drafts", "times as fast", "tokens/s"),
-        *("tokens a step, stated", "a step over one without", "commit"),
+        *("model", "batch", "draft tokens", "speedup", "tokens/s"),
+        *("tokens per step (stated)", "time of a step / of a plain step", "commit"),
     )
     lines = (
         (
