@@ -6,7 +6,7 @@ import records
 from records import FORMATS, TITLES, Row, times
 
 _PEERS = "llama.cpp", "transformers"
-_MESHES = {"1x1": "one GPU", "2x1": "2 along `expert`", "1x2": "2 along `tensor`"}
+_MESHES = {"1x1": "one GPU", "2x1": "two GPUs along `expert`", "1x2": "two GPUs along `tensor`"}
 
 
 def steps() -> list[Row]:
@@ -92,7 +92,8 @@ def decode_parallel() -> str:
     lines: list[tuple[object, ...]] = []
     for batch in sorted({row["batch"] for row in rows}):
         one, *others = (by_mesh[mesh, batch] for mesh in _MESHES)
-        lines.append((f"speed at batch {batch}", "1", *(f"{one / us:.2f}" for us in others)))
+        factors = (f"{one / us:.2f}" for us in others)
+        lines.append((f"relative speed at batch {batch}", "1", *factors))
     lines.append(("peak memory of a GPU while loading", *(peaks[mesh] for mesh in _MESHES)))
     return records.table(("", *_MESHES.values()), lines) + records.sources(rows, "One or two")
 
