@@ -38,7 +38,7 @@ def layout() -> str:
     """Return the table of converting the experts of one layer to a kernel's layout."""
     result = records.read("layout.NVIDIA-H200")
     rows = [{**row, "run": result} for row in result["rows"]]
-    headings = "experts of a layer", "GB/s", "ms", "MB", "temporary MB"
+    headings = "experts of a layer", "GB/s", "ms", "codes and scales, MB", "temporary memory, MB"
     lines = (
         (
             *(TITLES[row["case"]], f"{row['gb_per_s']:.0f}", f"{row['seconds'] * 1e3:.1f}"),
@@ -56,7 +56,7 @@ def load() -> str:
         "a CPU with two cores": records.read("load.cpu"),
     }
     headings = (
-        *("to", "stored, GB", "seconds", "GB/s"),
+        *("loaded to", "stored, GB", "seconds", "GB/s"),
         *("peak of the host, GB", "peak of the GPU, GB", "bound, GB"),
     )
 

@@ -25,7 +25,7 @@ def backward_cpu() -> str:
 
     headings = (
         *("tokens", "forward, ms", "forward and backward, ms"),
-        *("both over forward", "temporary memory of both, MB"),
+        *("time relative to forward", "temporary memory of both passes, MB"),
     )
     return records.table(headings, map(line, rows)) + records.sources(rows, device=_AMD)
 
@@ -34,8 +34,8 @@ def rounding() -> str:
     """Return the table of the algorithms that round weights."""
     result = records.read("rounding")
     headings = (
-        *("algorithm", "NRMSE, normal weights", "NRMSE, Student-t 4"),
-        *("nats lost in W4A16", "nats lost in W4A4"),
+        *("algorithm", "NRMSE, normal weights", "NRMSE, Student-t weights (4 degrees of freedom)"),
+        *("increase in cross-entropy, W4A16", "increase in cross-entropy, W4A4"),
     )
     lines = (_algorithm(result, name) for name in ALGORITHMS)
     return records.table(headings, lines) + records.sources([{"run": result}], device="A CPU")

@@ -6,7 +6,7 @@ import records
 from records import FORMATS, TITLES, Row, times
 
 _PEERS = "llama.cpp", "transformers"
-_MESHES = {"1x1": "one GPU", "2x1": "2 along `expert`", "1x2": "2 along `tensor`"}
+_MESHES = {"1x1": "one GPU", "2x1": "two GPUs along `expert`", "1x2": "two GPUs along `tensor`"}
 
 
 def steps() -> list[Row]:
@@ -92,15 +92,16 @@ def decode_parallel() -> str:
     lines: list[tuple[object, ...]] = []
     for batch in sorted({row["batch"] for row in rows}):
         one, *others = (by_mesh[mesh, batch] for mesh in _MESHES)
-        lines.append((f"speed at batch {batch}", "1", *(f"{one / us:.2f}" for us in others)))
+        factors = (f"{one / us:.2f}" for us in others)
+        lines.append((f"relative speed at batch {batch}", "1", *factors))
     lines.append(("peak memory of a GPU while loading", *(peaks[mesh] for mesh in _MESHES)))
     return records.table(("", *_MESHES.values()), lines) + records.sources(rows, "One or two")
 
 
 def drafts() -> str:
-    """Return the table of steps with drafts; the shares of drafts that are kept are stated ones.
+    """Return the table of steps with draft tokens; their tokens per step are stated, not measured.
 
-    The speed without drafts is that of the same run. The table shows it as a ratio only, because
+    The speed of plain steps is that of the same run. The table shows it as a ratio only, because
     `decode` has the newest plain step.
     """
     rows = [
@@ -111,8 +112,8 @@ def drafts() -> str:
     ]
     rows = records.newest(rows, ("model", "batch", "drafts"))
     headings = (
-        *("model", "batch", "drafts", "times as fast", "tokens/s"),
-        *("tokens a step, stated", "a step over one without", "commit"),
+        *("model", "batch", "draft tokens", "speedup", "tokens/s"),
+        *("tokens per step (stated)", "time of a step / of a plain step", "commit"),
     )
     lines = (
         (

@@ -39,7 +39,7 @@ def layer(case: str) -> str:
         cell = f"{row['one_device_us'] / row['us']:.2f}"
         found.setdefault((scheme.upper(), row["devices"], form), {})[row["tokens"]] = cell
     tokens = sorted({count for cells in found.values() for count in cells})
-    lines = [("tokens", *tokens)]
+    lines = [("GPUs and form", *(f"{count} token" + "s" * (count > 1) for count in tokens))]
     for key in sorted(found, key=lambda key: (key[0] != "W4A16", key[1], _FORMS.index(key[2]))):
         scheme, devices, form = key
         label = f"{devices} GPUs, `{form}`" + (f", {scheme}" if scheme != "W4A16" else "")
@@ -59,7 +59,7 @@ def layer_with_source(case: str) -> str:
 def balance() -> str:
     """Return the table of how evenly placement loads the devices."""
     result = _read("balance")
-    lines = [("experts", "as stored", "moved", "replicas")]
+    lines = [("routing and devices", "as stored", "moved", "moved, with replicas")]
     for row in result["rows"]:
         routing, *details = row["routing"].split(", ")
         if "s = 0.5" in details:  # nearly even; the page that the guide links to has them
@@ -67,7 +67,8 @@ def balance() -> str:
         text = " ".join(details)
         number = int(text.partition(" experts")[0].split()[-1])
         means = (f"{row[name]['mean']:.2f}" for name in ("before", "placed", "copies"))
-        where = f"{number} in {row['physical']} on {row['devices']}"
+        replicas, devices = row["physical"] - number, row["devices"]
+        where = f"{number} experts on {devices} devices, {replicas} replicas"
         lines.append((f"{routing}, {where}", *means))
     source = f"Commit {result['commit']}: `{result['command']}`."
     return f"{_table(lines)}\n{source}\n"
@@ -79,7 +80,7 @@ def load_processes() -> str:
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["rows"]:
         found.setdefault(row["mesh"], []).append(row)
-    lines = [("mesh", "weights, MB", "peak, MB", "bound, MB")]
+    lines = [("mesh", "held weights, MB", "peak memory, MB", "bound, MB")]
     for mesh, rows in found.items():
         share, peak, bound = (
             f"{max(row[name] for row in rows) / 1e6:.0f}"

@@ -77,9 +77,8 @@ def on_cpu(what: str, size: int) -> Comparison:
     result = records.read("cpu_model.amx")
     row = next(row for row in result["rows"] if (row["what"], row["size"]) == (what, size))
     words = {"prefill": f"prompt of {size} tokens", "decode": f"decoding, batch {size}"}
-    return _beside_llama(
-        _QWEN, f"{words[what]}, on a CPU", row["tokens_per_s"], row["times_llama"], result
-    )
+    title = f"{words[what]}, 8 of 48 layers, on a CPU"
+    return _beside_llama(_QWEN, title, row["tokens_per_s"], row["times_llama"], result)
 
 
 def _beside_llama(model: str, what: str, own: float, ratio: float, run: Row) -> Comparison:

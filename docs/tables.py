@@ -114,7 +114,9 @@ def activations() -> str:
         usual = {"alpha": 1.0, "beta": 0.0, "limit": math.inf}
         own = ", ".join(f"{key} {value:g}" for key, value in numbers.items() if value != usual[key])
         rows.append(f"| `{name}` | {others} | {order if activation.gated else 'no gate'} | {own} |")
-    heading = "| `activation` | other names | rows of the first matrix | defaults |"
+    heading = (
+        "| `activation` | other names | gate and up rows of the first matrix | default parameters |"
+    )
     return "\n".join([heading, "|---|---|---|---|", *rows]) + "\n"
 
 

@@ -322,21 +322,23 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         nearest_scale,
         E4M3_MAX,
         False,
-        "gives the largest magnitude of each block code 6, as ModelOpt does",
+        "scales each block so that its largest magnitude gets code 6, as ModelOpt does",
     ),
     "four_or_six": Algorithm(
         four_or_six,
         256.0,
         False,
-        "gives the largest magnitude of each block code 6 or 4, whichever has less squared error",
+        "scales each block so that its largest magnitude gets code 6 or code 4, whichever has the "
+        "smaller squared error",
     ),
     "search": Algorithm(
-        search, 256.0, False, "searches for the block scale of least squared error"
+        search, 256.0, False, "searches for the block scale with the least squared error"
     ),
     "weighted_search": Algorithm(
         search,
         256.0,
         True,
-        "searches for the block scale of least squared error, weighted by mean squared inputs",
+        "searches for the block scale with the least squared error, where the mean squared input "
+        "of its channel weights each error",
     ),
 }
