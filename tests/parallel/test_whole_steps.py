@@ -1,6 +1,7 @@
 """Test steps that are the program of each device, on CPU devices, where XLA adds up all arrays."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,17 @@ def test_generate_gives_the_tokens_of_one_device(folder, shape):
         prompt = ids % model.config.vocab_size
         found.append(np.asarray(generate(model, prompt, max_new_tokens=6, stop_ids=())))
     np.testing.assert_array_equal(*found)
+
+
+def test_other_programs_start_together_too():
+    """A prefill in chunks, steps with drafts, and a trace of the whole call."""
+    model = load(EXAMPLE, connected((1, 2)))
+    prompt = np.asarray(IDS[:, :8]) % model.config.vocab_size
+    run = functools.partial(generate, max_new_tokens=6, stop_ids=())
+    expected = run(model, prompt)
+    for options in ({"prefill_chunk": 4}, {"draft": "lookup", "draft_tokens": 2}):
+        np.testing.assert_array_equal(run(model, prompt, **options), expected)
+    np.testing.assert_array_equal(jax.jit(run)(model, prompt), expected)
 
 
 def test_a_mesh_that_is_not_connected_is_not_found():
