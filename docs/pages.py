@@ -505,13 +505,15 @@ def write(folder: pathlib.Path) -> None:
     for path, text in guides.items():
         found += linked(text, os.path.dirname(path))
     own = [path for path in dict.fromkeys(found) if path not in (*notebooks, *guides)]
+    project = [path for path in own if path.endswith(".md")]
     pages = {f"{name}.md": text for name, text in chapters.items()} | guides
+    pages |= {path: _read(path) for path in project}
     sections = {
         title: [f"docs/guides/{name}.md" for name in names] for title, names in SECTIONS.items()
     }
     sections["Notebooks"] = [path.replace(".ipynb", ".md") for path in notebooks]
     sections["Reference"] = list(chapters)
-    sections["Project"] = [path for path in own if path.endswith(".md")]
+    sections["Project"] = project
     listed = ((title, paths) for title, paths in sections.items() if paths)
     pages["index.md"] = home + "".join(_contents(title, paths) for title, paths in listed)
     (folder / "notebooks").mkdir(parents=True)
@@ -522,7 +524,7 @@ def write(folder: pathlib.Path) -> None:
         for path, text in pages.items()
     }
     pages = {path: with_reference_links(text) for path, text in pages.items()}
-    for path in own:
+    for path in set(own) - set(project):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
     for path, text in pages.items():
