@@ -23,6 +23,9 @@ from jax_nvfp4_moe.nn.intermediates import record
 
 # Methods by which a model runs its modules. Norms have one that adds to the residual stream.
 _CALLS = ("__call__", "normalize_sum")
+# A weight that changes by more has lost or gained an expert of about the same logit, which halves
+# or doubles it. Rounding logits to bfloat16 changes a weight by a hundredth.
+_JUMP = 0.1
 
 
 @contextlib.contextmanager
@@ -81,8 +84,10 @@ def followed_choices(choices):
     """Replace what routers and indexers choose for a token where they disagree with `choices`.
 
     A near tie in a router may fall to the other side in bfloat16. The logits of that token then say
-    nothing about rounding. If the ids agree, the router's own weights stay. The keys that an
-    indexer chooses are replaced in the same way, and recorded as if they were experts.
+    nothing about rounding. If the ids agree, the router's own weights stay, but for one kind of
+    router: `select="near"` weighs an expert against those with almost the same logit, so its
+    weights jump where another expert comes near enough. The keys that an indexer chooses are
+    replaced in the same way as experts, and recorded as if they were experts.
 
     Args:
       choices: ids ``[b, t, k]`` and weights of each expert block and each indexer, in the order of
@@ -105,6 +110,9 @@ def followed_choices(choices):
     def follow_route(self, *args):
         ids, weights = route(self, *args)
         same, there, their_weights = follow(ids)
+        if self.router.select == "near":
+            jumps = (jnp.abs(weights - their_weights) > _JUMP).any(axis=-1, keepdims=True)
+            same &= ~jumps | (there[..., :1] < 0)
         replaced.append(1.0 - same[..., 0].astype(jnp.float32))
         return jnp.where(same, ids, there), jnp.where(same, weights, their_weights)
 
