@@ -28,7 +28,7 @@ def execute(page: pathlib.Path):
         cell["id"] = f"cell-{index}"  # random ids would differ in each run
     nbclient.NotebookClient(
         notebook,
-        timeout=300,
+        timeout=900,  # seconds of a cell; the longest trains for some minutes on a busy machine
         kernel_name="python3",
         record_timing=False,
         resources={"metadata": {"path": str(HERE)}},
