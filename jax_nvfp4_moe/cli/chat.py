@@ -49,7 +49,7 @@ _HELP = "Type /reset to start over, /exit or Ctrl-D to leave. Ctrl-C stops an an
 @over_devices
 def chat_command(
     *,
-    devices: Mesh | None,
+    devices: Mesh | str,
     path: ModelPath = None,
     max_new_tokens: Annotated[int, number(help="Largest number of tokens in an answer.")] = 1024,
     max_length: Annotated[

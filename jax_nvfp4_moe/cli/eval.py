@@ -29,7 +29,7 @@ from jax_nvfp4_moe.quantization.layer_errors import check_original
 @over_devices
 def eval_command(
     *,
-    devices: Mesh | None,
+    devices: Mesh | str,
     path: Folder,
     text: Annotated[pathlib.Path, typer.Option(help="Text file to predict, in UTF-8.")],
     window: Annotated[

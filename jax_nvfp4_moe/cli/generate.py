@@ -39,7 +39,7 @@ _NEW_TOKENS = 128
 @over_devices
 def generate_command(
     *,
-    devices: Mesh | None,
+    devices: Mesh | str,
     path: ModelPath = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
     max_new_tokens: Annotated[

@@ -18,6 +18,7 @@ from jax_nvfp4_moe.cli.options import (
     number,
     read_drafting,
 )
+from jax_nvfp4_moe.parallel.automatic_mesh import AUTO
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Settings that make Typer keep unknown options, which are then passed on to the harness.
@@ -31,8 +32,12 @@ def lm_eval_command(
     dtype: DtypeOption = "float32",
     backend: BackendOption = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Sizes of the mesh axes, such as expert=8,tensor=2.")
-    ] = None,
+        str,
+        typer.Option(
+            help="Sizes of the mesh axes, such as expert=8,tensor=2, or auto for the fewest "
+            "devices that have room for the weights."
+        ),
+    ] = AUTO,
     dispatch: DispatchOption = "psum",
     draft: DraftOption = None,
     draft_tokens: DraftTokensOption = "auto",

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jax_nvfp4_moe.cli.options import number, with_options
 from jax_nvfp4_moe.parallel import processes as distributed
+from jax_nvfp4_moe.parallel.automatic_mesh import AUTO
 
 _PANEL = "Several processes"
 _LONGEST = 1_000_000  # seconds; JAX counts in milliseconds
@@ -22,8 +23,9 @@ def find_devices(
     mesh: Annotated[
         str | None,
         typer.Option(
-            help="Sizes of the mesh axes, such as expert=8,tensor=2; either may be missing. By "
-            "default, one device, or all devices of several processes along expert."
+            help="Sizes of the mesh axes, such as expert=8,tensor=2; either may be missing. auto, "
+            "the default, takes the fewest devices that have room for the weights. The default of "
+            "several processes is all devices along expert."
         ),
     ] = None,
     detect: Annotated[
@@ -64,7 +66,7 @@ def find_devices(
         ),
     ] = distributed.START_TIMEOUT,
     supervised: Annotated[int | None, typer.Option(distributed.SUPERVISED, hidden=True)] = None,
-) -> Mesh | None:
+) -> Mesh | str:
     """Join the other processes if there are any, and return the mesh to run on.
 
     In a run of several processes, the process that the user starts becomes a supervisor. Its child
@@ -73,7 +75,7 @@ def find_devices(
 
     Args:
       context: Typer's context, whose object is the list of command-line arguments.
-      mesh: sizes of the mesh axes, as for `processes.make_mesh`.
+      mesh: sizes of the mesh axes, as for `processes.make_mesh`, or "auto".
       detect: whether to take the addresses of the other processes from a scheduler.
       coordinator: as for `processes.join`.
       processes: as for `processes.join`.
@@ -83,11 +85,11 @@ def find_devices(
       supervised: in a child, the number of the pipe to its supervisor; otherwise None.
 
     Returns:
-      The mesh, or None to run on one device.
+      The argument `mesh` of `load_model`.
     """
     others = coordinator, processes, process_id
     if not detect and all(value is None for value in others):
-        return None if mesh is None else distributed.make_mesh(mesh)
+        return AUTO if mesh in (None, AUTO) else distributed.make_mesh(mesh)
     distributed.check_join(*others, peer_timeout, start_timeout)
     if supervised is None:
         command = [sys.executable, "-m", "jax_nvfp4_moe", *map(str, context.obj)]
@@ -98,13 +100,13 @@ def find_devices(
     if not distributed.is_first():  # all processes compute the same result; process 0 prints it
         logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    return distributed.make_mesh(mesh)
+    return AUTO if mesh == AUTO else distributed.make_mesh(mesh)
 
 
 def over_devices(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of `find_devices` to a command.
 
-    The command receives the mesh, or None, as its argument `devices`.
+    The command receives the mesh, or "auto", as its argument `devices`.
     """
     shared = inspect.signature(find_devices).parameters
 

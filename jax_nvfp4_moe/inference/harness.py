@@ -30,6 +30,7 @@ from jax_nvfp4_moe.inference.not_finite import warn_not_finite
 from jax_nvfp4_moe.inference.prefill import score_texts
 from jax_nvfp4_moe.inference.tokenizer import TOKENIZER_CONFIG, Tokenizer, load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model
+from jax_nvfp4_moe.parallel.automatic_mesh import AUTO
 from jax_nvfp4_moe.parallel.processes import make_mesh
 
 LOG = logging.getLogger("jax_nvfp4_moe")
@@ -107,7 +108,8 @@ class HarnessModel(TemplateLM):
           scheme: as for `load_model`. Defaults to None.
           dtype: as for `load_model`. Defaults to "float32".
           kernel: name of a backend, the argument `backend` of `load_model`. Defaults to None.
-          mesh: sizes of the mesh axes, such as "expert=4,tensor=2". None runs on one device.
+          mesh: sizes of the mesh axes, such as "expert=4,tensor=2", or "auto" as for `load_model`.
+            None runs on one device.
           dispatch: as for `load_model`. Defaults to "psum".
           draft: as for `generate`; "mtp" also loads the drafting layers. Defaults to None.
           draft_tokens: as for `generate`. Defaults to "auto".
@@ -144,7 +146,7 @@ class HarnessModel(TemplateLM):
         self.text_tokenizer: Tokenizer = load_tokenizer(path)
         templates = self.text_tokenizer.templates
         self._templates = {} if templates.keys() <= {DEFAULT} else templates
-        devices = None if mesh is None else make_mesh(mesh)
+        devices = mesh if mesh in (None, AUTO) else make_mesh(mesh)
         how = {"backend": kernel, "mesh": devices, "dispatch": dispatch}
         how["draft"] = layers_to_load(draft)
         self.model = load_model(path, scheme=scheme, dtype=jnp.dtype(dtype), **how)

@@ -88,8 +88,9 @@ from jax_nvfp4_moe.nn.building.projection_names import name_projections
 from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.nn.experts.moe import NVFP4MoE
 from jax_nvfp4_moe.parallel import DISPATCHES
+from jax_nvfp4_moe.parallel.automatic_mesh import AUTO, choose_mesh
 from jax_nvfp4_moe.parallel.dispatch import check_platform
-from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, find_expert_mesh
+from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, find_expert_mesh
 from jax_nvfp4_moe.parallel.partition_specs import note_shardings
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
@@ -260,7 +261,9 @@ def load_model(
         of logits are sharded along `data`, if it divides their number; otherwise they are
         replicated. Everything is replicated along further axes. Explicit axes are turned into Auto
         axes, so call the model outside of ``jax.set_mesh`` with Explicit axes. Or what
-        `parallel.connect_peers` returned. None, the default, loads onto one device.
+        `parallel.connect_peers` returned. "auto" takes the fewest devices that have room for the
+        weights, along `expert` as far as possible; see `parallel.automatic_mesh`. None, the
+        default, loads onto one device.
       axis_names: names of the axes of `mesh` that are called something else, such as ``{"expert":
         "ep", "tensor": "tp", "data": "dp"}``. None, the default, if they are called what they do.
       dispatch: how tokens reach their experts on a mesh. With "psum", the default, every device
@@ -303,8 +306,13 @@ def load_model(
     """
     check_draft(draft)
     check_draft_head(draft_head, draft)
-    settings = _settings(scheme, dtype, backend, mesh, dispatch, axis_names)
+    automatic = isinstance(mesh, str)
+    if automatic:
+        _check_automatic(mesh, axis_names)
+    settings = _settings(scheme, dtype, backend, None if automatic else mesh, dispatch, axis_names)
     with open_checkpoint(path) as checkpoint:
+        if automatic:
+            settings = _on_automatic_mesh(checkpoint, settings, draft)
         unread = find_model(checkpoint, settings, draft=draft)
         warn_of_generation_keys(checkpoint.folder)
         stop_ids = read_stop_ids(checkpoint.folder, read_end_of_text(checkpoint.folder))
@@ -454,6 +462,13 @@ def find_model(
     Raises:
       CheckpointError: lists everything that is missing, misshapen or unexpected. Nothing is read.
     """
+    unread, config = _find_whole(checkpoint, settings, options, draft)
+    warn_of_other_frequencies(checkpoint, config)
+    return unread
+
+
+def _find_whole(checkpoint, settings, options, draft):
+    """Return what `find_model` does, and the sizes of the model."""
     row, config = _read_config(checkpoint)
     if draft is not None and row.drafting is None:
         names = list_architectures(merge_text_config(checkpoint.config))
@@ -473,9 +488,7 @@ def find_model(
             model.drafter = build_drafter(row, config, make)
         return model
 
-    unread = _find(checkpoint, row, build, "", settings, options)
-    warn_of_other_frequencies(checkpoint, config)
-    return unread
+    return _find(checkpoint, row, build, "", settings, options), config
 
 
 def find_moe(checkpoint: Checkpoint, layer: int, settings: Settings) -> UnreadModel:
@@ -595,6 +608,31 @@ def _settings(scheme, dtype, backend, mesh=None, dispatch="psum", axis_names=Non
         expert_mesh=expert_mesh,
         dispatch=dispatch,
     )
+
+
+def _check_automatic(mesh, axis_names):
+    """Check the arguments of `load_model` that give a mesh by its name."""
+    if mesh != AUTO:
+        raise ValueError(f"mesh: expected a jax.sharding.Mesh, {AUTO!r} or None, got {mesh!r}")
+    if axis_names is not None:
+        raise ValueError(
+            f"axis_names: expected None with mesh={AUTO!r}, whose axes are called '{EXPERT}' and "
+            f"'{TENSOR}'; got {dict(axis_names)}"
+        )
+
+
+def _on_automatic_mesh(checkpoint, settings, draft) -> Settings:
+    """Return the settings of a model on the mesh that its size calls for."""
+
+    def on(mesh):
+        return dataclasses.replace(settings, expert_mesh=find_expert_mesh(mesh).automatic())
+
+    def find(mesh):
+        there = settings if mesh is None else on(mesh)
+        return _find_whole(checkpoint, there, None, draft)[0].model
+
+    mesh = choose_mesh(find, jax.devices(), fixed=jax.process_count() > 1)
+    return settings if mesh is None else on(mesh)
 
 
 def _check_dispatch(dispatch, expert_mesh, target):
