@@ -214,6 +214,12 @@ def pytest_addoption(parser):
         help="compile as users do; the default compiles faster on machines without a GPU",
     )
     parser.addoption(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="run at most N cases of each parametrized test, spread evenly over all of them",
+    )
+    parser.addoption(
         "--must-run",
         action="append",
         default=[],
@@ -326,10 +332,32 @@ def _leave_one_of_each_reason(config, items):
     config.hook.pytest_deselected(items=others)
 
 
+def _leave_some_cases(config, items):
+    """Keep as many cases of each test as `--cases` says: the first, and others at equal distances.
+
+    Runs with other versions of the compiler or of jax choose it. Each such run needs every test,
+    but not each shape of it.
+    """
+    most = config.getoption("--cases")
+    if most is None:
+        return
+    tests = collections.defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    kept = {
+        cases[number * len(cases) // most if len(cases) > most else number]
+        for cases in tests.values()
+        for number in range(min(most, len(cases)))
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
 @pytest.hookimpl(trylast=True)  # behind the selection by markers
 def pytest_collection_modifyitems(config, items):
-    """Order the tests, and drop most of those that are skipped."""
+    """Order the tests, and drop most of those that are skipped and of those of `--cases`."""
     _leave_one_of_each_reason(config, items)
+    _leave_some_cases(config, items)
     items.sort(key=_rank)
 
 

@@ -107,10 +107,11 @@ inline int MultiprocessorSharedBytes() {
 
 // Whether the code of the kernel for this device waits for the kernel before it
 // (WaitForPrecedingKernel), so that the two may overlap.
+inline bool MayOverlap(const cudaFuncAttributes& attributes) { return attributes.ptxVersion >= 90; }
 template <typename... Parameters>
 bool MayOverlap(void (*kernel)(Parameters...)) {
   cudaFuncAttributes attributes = {};
-  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && MayOverlap(attributes);
 }
 
 // Whether this build has code of the kernel for the current device.
@@ -150,7 +151,7 @@ cudaError_t PrepareOverlap(void (*kernel)(Parameters...), bool* overlaps) {
   cudaFuncAttributes attributes = {};
   const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
   if (status != cudaSuccess) return status;
-  *overlaps = attributes.ptxVersion >= 90;
+  *overlaps = MayOverlap(attributes);
   if (!*overlaps) return cudaSuccess;
   // A multiprocessor must be idle before it divides its memory into shared memory and L1 cache
   // anew. Two kernels therefore overlap on it only if they want the same division.

@@ -22,6 +22,30 @@ def test_more_examples_are_more(option, examples):
     assert sum(map(int, phases)) == examples
 
 
+# A module with a test of more than a hundred cases.
+CASES = "tests/models/test_held_sizes.py"
+
+
+def collected(*options):
+    """Return the names of the tests of CASES that pytest would run with `options`."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", CASES]
+    done = subprocess.run(
+        [*command, *options], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+@pytest.mark.slow
+def test_some_cases_are_spread_over_all():
+    every, some = collected(), collected("--cases=3")
+    tests = list(dict.fromkeys(name.partition("[")[0] for name in every))
+    for test in tests:
+        cases = [name for name in every if name.partition("[")[0] == test]
+        expected = cases if len(cases) < 3 else [cases[i * len(cases) // 3] for i in range(3)]
+        assert [name for name in some if name.partition("[")[0] == test] == expected
+    assert len(some) < len(every)
+
+
 def test_long_modules_are_modules(request):
     """conftest.py orders modules by their names, and a name that no module has orders nothing."""
     plugins = request.config.pluginmanager.get_plugins()
