@@ -11,32 +11,12 @@
 # writes a log to FOLDER and is stopped after its time. COMMIT is the commit to record, where git
 # does not know it. The parts for decoding share a checkpoint in the folder of temporary files.
 set -uo pipefail
-if (($# == 0)); then
-  echo "two_gpus.sh: expected FOLDER [PART...]" >&2
-  exit 2
-fi
-out=$(realpath -m "$1")
-shift
-parts=("$@")
+. "$(dirname "$0")/parts.sh"
 ((${#parts[@]})) || parts=(sums tests tensor experts)
-mkdir -p "$out"
-commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 checkpoint=${TMPDIR:-/tmp}/two_gpus_checkpoint
 # CUDA must not load a kernel while a GPU waits in a sum for another one.
 export CUDA_MODULE_LOADING=EAGER
-export NCCL_NVLS_ENABLE=0 JAX_PLATFORMS=cuda PYTHONUNBUFFERED=1
-failed=0
-
-part() { # NAME SECONDS COMMAND...
-  local name=$1 seconds=$2 begin=$SECONDS status
-  shift 2
-  timeout --kill-after=10 "$seconds" "$@" >"$out/$name.log" 2>&1
-  status=$?
-  echo "$name: status $status, $((SECONDS - begin)) s"
-  tail -n 15 "$out/$name.log"
-  ((status == 0)) || failed=1
-  return "$status"
-}
+export NCCL_NVLS_ENABLE=0
 
 decode() { # NAME MESH...
   local name=$1
@@ -64,10 +44,7 @@ for name in "${parts[@]}"; do
       ;;
     tensor) decode tensor 1x1 1x2 1x2+peers ;;
     experts) decode experts 1x1 2x1 2x1+peers ;;
-    *)
-      echo "two_gpus.sh: expected parts among sums, tests, tensor and experts, got $name" >&2
-      exit 2
-      ;;
+    *) unknown_part "$name" ;;
   esac
 done
 exit "$failed"
