@@ -1,5 +1,6 @@
 """Write given checkpoints at other sizes, with values drawn from the given tensors."""
 
+import math
 import zlib
 
 import jax
@@ -114,11 +115,16 @@ def write_resized(given, folder, **changes):
     write_checkpoint(folder, tensors, config, algorithm="W4A16_NVFP4", exclude=tuple(dense))
 
 
+# To draw each of a billion numbers would take most of a test's time. A prime number of them repeats,
+# so that no two rows of a matrix are equal.
+_DRAWN = 65521
+
+
 def draw(name, values, shape):
     """Return random elements of `values`. A name always gives the same elements."""
     values = values.reshape(-1)
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    return values[rng.integers(values.size, size=shape)]
+    return np.resize(values[rng.integers(values.size, size=min(_DRAWN, math.prod(shape)))], shape)
 
 
 def _alike(module, source):
