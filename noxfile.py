@@ -33,6 +33,8 @@ SMOKE = (
     "tests/users",
     "tests/repository",
 )
+MUST_RUN = ("--must-run", "lm_eval", "--must-run", "notebook")
+WITHOUT_CUDA = ("--ignore=tests/emulation", "--ignore=tests/gpu")
 # The kernels as machine code, and compiled for the CPU. The second file that reads machine code
 # comes last, because it would only wait for the first.
 KERNELS = (
@@ -102,15 +104,19 @@ def smoke(session):
 @nox.session
 def tests(session):
     """Run the tests of the README's command."""
-    _test(session, "-m", "not slow and not notebook")
+    _test(session, "--cases", "6", "-m", "not slow and not notebook")
 
 
 @nox.session
 def slow(session):
-    """Run the tests that the README's command leaves out, except those of CUDA builds."""
-    must = ("--must-run", "lm_eval", "--must-run", "notebook")
-    ignored = ("--ignore=tests/emulation", "--ignore=tests/gpu")
-    _test(session, "-m", "slow or notebook", *must, *ignored)
+    """Run slow tests and notebooks, except those of CUDA builds."""
+    _test(session, "-m", "slow or notebook", *MUST_RUN, *WITHOUT_CUDA)
+
+
+@nox.session
+def everything(session):
+    """Run all tests with all cases, before a release; takes hours on two cores."""
+    _test(session, *MUST_RUN, *WITHOUT_CUDA)
 
 
 @nox.session

@@ -217,7 +217,7 @@ def pytest_addoption(parser):
         "--cases",
         type=int,
         metavar="N",
-        help="run at most N cases of each parametrized test, spread evenly over all of them",
+        help="run at most N cases of each slow test and of each test in a module that takes long",
     )
     parser.addoption(
         "--must-run",
@@ -238,6 +238,8 @@ LONG_MODULES = (
     "test_architectures.py",
     "test_default_dtype.py",
     "test_long_text.py",
+    "test_drafting.py",
+    "test_fine_tune.py",
     "test_cpu_kernel.py",
     "test_cpu_transposed.py",
     "test_no_rows.py",
@@ -275,6 +277,13 @@ LONG_MODULES = (
     "test_processes.py",
     "test_hub.py",
     "test_exporting.py",
+    "test_example_drafts.py",
+    "test_groups_of_32.py",
+    "test_whole_steps.py",
+    "test_drafting_on_meshes.py",
+    "test_conversation.py",
+    "test_pictures.py",
+    "test_automatic_mesh.py",
 )
 
 
@@ -333,24 +342,27 @@ def _leave_one_of_each_reason(config, items):
 
 
 def _leave_some_cases(config, items):
-    """Keep as many cases of each test as `--cases` says: the first, and others at equal distances.
+    """Keep as many cases of each long test as `--cases` says, at equal distances.
 
-    Runs with other versions of the compiler or of jax choose it. Each such run needs every test,
-    but not each shape of it.
+    Long are slow tests and those of `LONG_MODULES`. They have a case for each family, form or shape.
+    Most faults show in any of them. Tests with the marker `every_case` keep all cases.
     """
     most = config.getoption("--cases")
     if most is None:
         return
     tests = collections.defaultdict(list)
     for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
-    kept = {
-        cases[number * len(cases) // most if len(cases) > most else number]
-        for cases in tests.values()
-        for number in range(min(most, len(cases)))
-    }
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+        if item.get_closest_marker("every_case"):
+            continue
+        if item.path.name in LONG_MODULES or item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    left = set()
+    for cases in tests.values():
+        count = len(cases)
+        kept = {cases[number * count // most] for number in range(most)} if count > most else cases
+        left.update(set(cases) - set(kept))
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(trylast=True)  # behind the selection by markers

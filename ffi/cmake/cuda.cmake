@@ -41,6 +41,12 @@ endif()
 enable_language(CUDA)
 
 file(GLOB_RECURSE nvfp4_cuda_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu")
+# Files are compiled in this order. Those that take minutes come first, so that none is left alone.
+set(nvfp4_long_sources expert_gemm_sm80 expert_gemm_few dense_vector)
+list(TRANSFORM nvfp4_long_sources PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/cuda/gemm/")
+list(TRANSFORM nvfp4_long_sources APPEND ".cu")
+list(REMOVE_ITEM nvfp4_cuda_sources ${nvfp4_long_sources})
+list(PREPEND nvfp4_cuda_sources ${nvfp4_long_sources})
 set(nvfp4_sm90_sources ${nvfp4_cuda_sources})
 list(FILTER nvfp4_sm90_sources INCLUDE REGEX "_sm90\\.cu$")
 set(nvfp4_sm120_sources ${nvfp4_cuda_sources})

@@ -38,6 +38,7 @@ from support.kernels.kernel_suite import (
 
 from jax_nvfp4_moe.backends.launch_facts import workspace_bytes_of_rows
 
+pytestmark = pytest.mark.every_case  # they take little time each
 ISAS = cpu_calls.isa_levels()
 CPU = jax.devices("cpu")[0]
 

@@ -22,13 +22,13 @@ def test_more_examples_are_more(option, examples):
     assert sum(map(int, phases)) == examples
 
 
-# A module with a test of more than a hundred cases.
-CASES = "tests/models/test_held_sizes.py"
+# A module that takes long, and one whose tests keep all of their cases.
+CASES = "tests/test_wide_numbers.py", "tests/models/test_default_dtype.py"
 
 
 def collected(*options):
     """Return the names of the tests of CASES that pytest would run with `options`."""
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", CASES]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", *CASES]
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, cwd=ROOT, check=True
     )
@@ -39,7 +39,11 @@ def collected(*options):
 def test_some_cases_are_spread_over_all():
     every, some = collected(), collected("--cases=3")
     tests = list(dict.fromkeys(name.partition("[")[0] for name in every))
+    whole = [name for name in every if name.startswith(CASES[1])]
+    assert [name for name in some if name.startswith(CASES[1])] == whole
     for test in tests:
+        if test.startswith(CASES[1]):
+            continue
         cases = [name for name in every if name.partition("[")[0] == test]
         expected = cases if len(cases) < 3 else [cases[i * len(cases) // 3] for i in range(3)]
         assert [name for name in some if name.partition("[")[0] == test] == expected
