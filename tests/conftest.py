@@ -344,8 +344,8 @@ def _leave_one_of_each_reason(config, items):
 def _leave_some_cases(config, items):
     """Keep as many cases of each long test as `--cases` says, at equal distances.
 
-    Long are slow tests and those of `LONG_MODULES`. They have a case for each family, form or shape.
-    Most faults show in any of them. Tests with the marker `every_case` keep all cases.
+    Slow tests and those of `LONG_MODULES` are long. They have a case for each family, form or
+    shape, and most faults show in any of them. Tests with the marker `every_case` keep all cases.
     """
     most = config.getoption("--cases")
     if most is None:

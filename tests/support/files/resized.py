@@ -115,8 +115,8 @@ def write_resized(given, folder, **changes):
     write_checkpoint(folder, tensors, config, algorithm="W4A16_NVFP4", exclude=tuple(dense))
 
 
-# To draw each of a billion numbers would take most of a test's time. A prime number of them repeats,
-# so that no two rows of a matrix are equal.
+# To draw each of a billion numbers would take most of a test's time. So many of them repeat. The
+# number is prime, so that no two rows of a matrix are equal.
 _DRAWN = 65521
 
 
