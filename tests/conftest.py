@@ -217,7 +217,7 @@ def pytest_addoption(parser):
         "--cases",
         type=int,
         metavar="N",
-        help="run at most N cases of each slow test and of each test in a module that takes long",
+        help="run at most N cases of each test that is slow, emulated or in a module that takes long",
     )
     parser.addoption(
         "--must-run",
@@ -293,7 +293,8 @@ def _rank(item):
 
 
 # Tests in these folders need a build with CUDA.
-CUDA_FOLDERS = tuple(pathlib.Path(__file__).parent / name for name in ("gpu", "emulation"))
+EMULATION = pathlib.Path(__file__).parent / "emulation"
+CUDA_FOLDERS = pathlib.Path(__file__).parent / "gpu", EMULATION
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -344,8 +345,9 @@ def _leave_one_of_each_reason(config, items):
 def _leave_some_cases(config, items):
     """Keep as many cases of each long test as `--cases` says, at equal distances.
 
-    Slow tests and those of `LONG_MODULES` are long. They have a case for each family, form or
-    shape, and most faults show in any of them. Tests with the marker `every_case` keep all cases.
+    Slow tests, emulated kernels and the tests of `LONG_MODULES` are long. They have a case for each
+    family, form or shape, and most faults show in any of them. Tests with the marker `every_case`
+    keep all cases.
     """
     most = config.getoption("--cases")
     if most is None:
@@ -354,7 +356,8 @@ def _leave_some_cases(config, items):
     for item in items:
         if item.get_closest_marker("every_case"):
             continue
-        if item.path.name in LONG_MODULES or item.get_closest_marker("slow"):
+        long = item.path.name in LONG_MODULES or item.path.parent == EMULATION
+        if long or item.get_closest_marker("slow"):
             tests[item.nodeid.partition("[")[0]].append(item)
     left = set()
     for cases in tests.values():
