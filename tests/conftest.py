@@ -217,7 +217,7 @@ def pytest_addoption(parser):
         "--cases",
         type=int,
         metavar="N",
-        help="run at most N cases of each test that is slow, emulated or in a module that takes long",
+        help="run at most N cases of each long test: slow, emulated, or of LONG_MODULES",
     )
     parser.addoption(
         "--must-run",
