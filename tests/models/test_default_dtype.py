@@ -25,8 +25,6 @@ from jax_nvfp4_moe.nn.recurrent.gated_delta_net import GatedDeltaNet
 from jax_nvfp4_moe.nn.recurrent.mamba2 import Mamba2
 from jax_nvfp4_moe.scheme import Scheme
 
-pytestmark = pytest.mark.every_case  # that each family has the right logits is what counts most
-
 # Allowed ratio of the error to that of plain rounding, as root mean square over all logits. The
 # largest measured is 1.51, and all but one are at most 1.31.
 TIMES_ROUNDING = 1.75
@@ -166,6 +164,7 @@ def times_rounding(case, exact, edit=lambda default: None):
     return *ratios, np.mean(replaced) if replaced.size else 0.0
 
 
+@pytest.mark.every_case  # that each family has the right logits is what counts most
 def test_logits(case, exact):
     """In float32, each checkpoint has the logits that its original tool computed."""
     assert case.error(exact.logits) <= 1
