@@ -104,7 +104,7 @@ def smoke(session):
 @nox.session
 def tests(session):
     """Run the tests of the README's command."""
-    _test(session, "--cases", "6", "-m", "not slow and not notebook")
+    _test(session, "--cases", "4", "-m", "not slow and not notebook")
 
 
 @nox.session
