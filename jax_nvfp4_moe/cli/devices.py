@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from jax_nvfp4_moe.parallel.automatic_mesh import memory_limit
+
 # How JAX begins the message about a platform that it cannot start.
 _FAILED = "Unable to initialize backend"
 
@@ -33,8 +35,8 @@ def list_devices() -> list[Any]:
 
 def memory_of(device: Any) -> int:
     """Return the bytes of memory of a device; those of the host if the device is a CPU."""
-    found = device.memory_stats() or {}
-    return found.get("bytes_limit", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = memory_limit(device)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if limit is None else limit
 
 
 def explain_missing(error: Exception) -> str | None:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -311,9 +312,8 @@ def load_model(
         _check_automatic(mesh, axis_names)
     settings = _settings(scheme, dtype, backend, None if automatic else mesh, dispatch, axis_names)
     with open_checkpoint(path) as checkpoint:
-        if automatic:
-            settings = _on_automatic_mesh(checkpoint, settings, draft)
-        unread = find_model(checkpoint, settings, draft=draft)
+        find = _find_on_automatic_mesh if automatic else find_model
+        unread = find(checkpoint, settings, draft=draft)
         warn_of_generation_keys(checkpoint.folder)
         stop_ids = read_stop_ids(checkpoint.folder, read_end_of_text(checkpoint.folder))
         with unread.open_reader() as reader:
@@ -321,7 +321,7 @@ def load_model(
     model.stop_ids = stop_ids
     _say_where_scheme_is_idle(model, settings.scheme)
     if model.drafter is not None:
-        set_draft_head(model, draft_head, settings)
+        set_draft_head(model, draft_head, unread.settings)
     return model
 
 
@@ -621,18 +621,21 @@ def _check_automatic(mesh, axis_names):
         )
 
 
-def _on_automatic_mesh(checkpoint, settings, draft) -> Settings:
-    """Return the settings of a model on the mesh that its size calls for."""
+def _find_on_automatic_mesh(checkpoint, settings, *, draft) -> UnreadModel:
+    """Return what `find_model` does, on the mesh that the size of the model calls for."""
 
-    def on(mesh):
-        return dataclasses.replace(settings, expert_mesh=find_expert_mesh(mesh).automatic())
-
+    @functools.cache  # the chosen model was found when it was measured
     def find(mesh):
-        there = settings if mesh is None else on(mesh)
-        return _find_whole(checkpoint, there, None, draft)[0].model
+        expert_mesh = None if mesh is None else find_expert_mesh(mesh)
+        there = dataclasses.replace(settings, expert_mesh=expert_mesh)
+        return _find_whole(checkpoint, there, None, draft)
 
-    mesh = choose_mesh(find, jax.devices(), fixed=jax.process_count() > 1)
-    return settings if mesh is None else on(mesh)
+    mesh = choose_mesh(
+        lambda mesh: find(mesh)[0].model, jax.devices(), fixed=jax.process_count() > 1
+    )
+    unread, config = find(mesh)
+    warn_of_other_frequencies(checkpoint, config)
+    return unread
 
 
 def _check_dispatch(dispatch, expert_mesh, target):

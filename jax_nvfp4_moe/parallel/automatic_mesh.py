@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, divisors, find_expert_mesh
-from jax_nvfp4_moe.parallel.partition_specs import note_shardings, partition_specs
+from jax_nvfp4_moe.parallel.whole_steps import model_specs
 
 AUTO = "auto"
 # The largest share of a device's memory that weights may take. The rest is for caches, programs and
@@ -98,30 +98,16 @@ def _meshes(devices, fixed) -> Iterator[Mesh]:
             yield Mesh(sizes, (EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 2)
 
 
-def bytes_of_one_device(model, mesh) -> int:
+def bytes_of_one_device(model: nnx.Module, mesh: Mesh | None) -> int:
     """Return the bytes of the arrays of an abstract model that each device of a mesh holds."""
+    leaves = jax.tree.leaves(model)
+    shapes = [leaf.shape for leaf in leaves]
     if mesh is not None:
-        note_shardings(model, find_expert_mesh(mesh))
-    total = 0
-    for _, variable in nnx.iter_graph(model):
-        if not isinstance(variable, nnx.Variable):
-            continue
-        leaves = jax.tree.leaves(variable.get_value())
-        for leaf, spec in zip(leaves, _specs(variable, len(leaves)), strict=True):
-            axes = [name for part in spec if part for name in np.atleast_1d(part)]
-            parts = math.prod(mesh.shape[name] for name in axes) if mesh is not None else 1
-            total += math.prod(leaf.shape) * leaf.dtype.itemsize // parts
-    return total
-
-
-def _specs(variable, count):
-    """Return the `PartitionSpec` of each array of a variable."""
-    one = variable.get_metadata("out_sharding", None)
-    if one is not None:
-        return [PartitionSpec(*one)] * count
-    return jax.tree.leaves(
-        partition_specs(variable), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
-    )
+        specs = model_specs(model, find_expert_mesh(mesh))
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        shapes = [one.shard_shape(shape) for one, shape in zip(shardings, shapes, strict=True)]
+    sizes = [leaf.dtype.itemsize for leaf in leaves]
+    return sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
 
 
 def _name(mesh):

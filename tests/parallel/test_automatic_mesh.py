@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.devices.host_devices import BOUND, IDS, difference
+from support.devices.host_devices import BOUND, IDS, difference, make_mesh
 from support.files.given import CHECKPOINTS
 
 from jax_nvfp4_moe import load_model
@@ -19,7 +19,6 @@ pytestmark = pytest.mark.eight_devices
 EXPERTS, HYBRID, DENSE = (
     CHECKPOINTS / f"{name}-modelopt-w4a16" for name in ("qwen3moe", "nemotron_h", "llama")
 )
-NAMES = ("expert", "tensor")
 
 
 def bytes_on(model, device):
@@ -72,12 +71,7 @@ def test_predicted_bytes_are_those_of_the_loaded_model(folder, given_memory, pre
     for sizes, predicted in predictions:
         count = 1 if sizes is None else math.prod(sizes.values())
         if count in (1, 2, 8):  # others take time, and follow the same rule
-            shape = None if sizes is None else tuple(sizes.values())
-            mesh = (
-                None
-                if shape is None
-                else jax.make_mesh(shape, NAMES, devices=jax.devices()[:count])
-            )
+            mesh = None if sizes is None else make_mesh(tuple(sizes.values()))
             assert predicted == bytes_on(load_model(folder, mesh=mesh), jax.devices()[0]), sizes
 
 

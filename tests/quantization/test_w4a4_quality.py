@@ -17,7 +17,7 @@ from support.files.given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every_case]  # one case for each kernel
 
 FACTS = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]
 RUNS = 8

@@ -13,6 +13,7 @@ import pytest
 
 import jax_nvfp4_moe as nvfp4
 
+pytestmark = pytest.mark.every_case  # each docstring has another example
 MODULES = (nvfp4, nvfp4.ops, nvfp4.testing)
 # Modules that need a package of an extra -> the package.
 OF_EXTRAS = {"harness": "lm_eval", "qwix_provider": "qwix", "swap_maxtext": "qwix"}

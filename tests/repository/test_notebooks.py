@@ -17,7 +17,10 @@ RUNS = [
     for page in run.PAGES
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook machinery
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the notebook machinery
+    pytest.mark.every_case,  # each notebook is another program
+]
 
 
 def code_cells(notebook):

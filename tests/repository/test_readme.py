@@ -10,6 +10,7 @@ import pages
 import pytest
 from support.files.given import ROOT
 
+pytestmark = pytest.mark.every_case  # each page has other examples
 README = "README.md"
 PAGES = (README, *pages.GUIDES)
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
