@@ -4,6 +4,7 @@
 `HarnessModel` gives. Importing this module needs neither the harness nor torch nor jax.
 """
 
+import copy
 import json
 import pathlib
 import shutil
@@ -210,13 +211,17 @@ ROWS = tuple(
 # Variant and options of `lm_eval.simple_evaluate`.
 _SYSTEM_TEXT = {"system_instruction": "Write Python."}
 _CHAT = {"apply_chat_template": True, "fewshot_as_multiturn": True}
+_SHORT = {"gen_kwargs": "max_gen_toks=6"}
 RUNS = {
     "plain": ("plain", {}),
-    "few_shot": ("bos", {"num_fewshot": 2, "limit": 2, "gen_kwargs": "max_gen_toks=6"}),
-    "system": ("adds_other_bos", {"num_fewshot": 1, **_SYSTEM_TEXT}),
-    "chat": ("chat", {"num_fewshot": 2, **_CHAT, **_SYSTEM_TEXT}),
-    "chat_in_one_turn": ("strict_chat", {"num_fewshot": 1, **_CHAT, "fewshot_as_multiturn": False}),
-    "named_chat": ("named_chat", {"apply_chat_template": "default", **_SYSTEM_TEXT}),
+    "few_shot": ("bos", {"num_fewshot": 2, "limit": 2, **_SHORT}),
+    "system": ("adds_other_bos", {"num_fewshot": 1, **_SYSTEM_TEXT, **_SHORT}),
+    "chat": ("chat", {"num_fewshot": 2, **_CHAT, **_SYSTEM_TEXT, **_SHORT}),
+    "chat_in_one_turn": (
+        "strict_chat",
+        {"num_fewshot": 1, **_CHAT, "fewshot_as_multiturn": False, **_SHORT},
+    ),
+    "named_chat": ("named_chat", {"apply_chat_template": "default", **_SYSTEM_TEXT, **_SHORT}),
 }
 
 
@@ -228,7 +233,8 @@ def run_tasks(lm, folder, options):
     data = folder / "rows.json"
     data.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
     files = {"data_files": {"train": str(data), "test": str(data)}}
-    tasks = [task | {"dataset_kwargs": files} for task in TASKS]
+    # The harness writes its options into the tasks that it gets.
+    tasks = [copy.deepcopy(task) | {"dataset_kwargs": files} for task in TASKS]
     own = {"tasks": tasks, "task_manager": TaskManager(include_defaults=False)}
     found = lm_eval.simple_evaluate(lm, **own, bootstrap_iters=0, **options)
     assert found is not None
