@@ -98,7 +98,7 @@ def site(session):
 @nox.session
 def smoke(session):
     """Run the tests of the fast gate."""
-    _test(session, "-m", "not slow and not notebook", *SMOKE)
+    _test(session, "--cases", "4", "-m", "not slow and not notebook", *SMOKE)
 
 
 @nox.session

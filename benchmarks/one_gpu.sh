@@ -19,8 +19,9 @@ set -uo pipefail
 for name in "${parts[@]}"; do
   case $name in
     tests)
-      part tests 520 python3 -P -m pytest -q -n "$(nproc)" --dist loadscope --must-run gpu \
-        --ignore-glob='*test_sass*' tests/gpu
+      # Workers share the memory of the GPU.
+      part tests 520 env XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -P -m pytest -q -n "$(nproc)" \
+        --dist loadscope --must-run gpu -p no:benchmark --ignore-glob='*test_sass*' tests/gpu
       ;;
     steps)
       part steps 200 python3 benchmarks/decode.py --format nvfp4 --cells 1x128 16x128 \

@@ -98,6 +98,41 @@ def decode_parallel() -> str:
     return records.table(("", *_MESHES.values()), lines) + records.sources(rows, "One or two")
 
 
+def decode_peers() -> str:
+    """Return the table of steps with and without connected memory, as factors over one GPU."""
+    rows = records.read_rows("decode_parallel_peers.NVIDIA-H200")
+    times_us = {}
+    for row in rows:
+        of_run = times_us.setdefault(row["run"]["command"], {})
+        of_run[row["mesh"], row["batch"]] = row["step_us"]
+    lines = []
+    for batch in sorted({row["batch"] for row in rows}):
+        factors = {
+            mesh: of_run["1x1", batch] / us
+            for of_run in times_us.values()
+            for (mesh, own), us in of_run.items()
+            if own == batch
+        }
+        cells = (f"{factors[mesh]:.2f}" for mesh in ("2x1", "2x1+peers", "1x2", "1x2+peers"))
+        lines.append((f"relative speed at batch {batch}", *cells))
+    headings = (
+        "",
+        *("along `expert`, NCCL", "along `expert`, connected"),
+        *("along `tensor`, NCCL", "along `tensor`, connected"),
+    )
+    return records.table(headings, lines) + records.sources(rows, "One or two")
+
+
+def all_reduce() -> str:
+    """Return the table of single sums."""
+    run = records.read("all_reduce.NVIDIA-H200")
+    lines = (
+        (f"{row['kb']} kB", f"{row['peers']:.1f} us", f"{row['nccl']:.1f} us") for row in run["us"]
+    )
+    headings = "size of the array", "connected memory", "NCCL"
+    return records.table(headings, lines) + records.sources([{"run": run}], "Two")
+
+
 def drafts() -> str:
     """Return the table of steps with draft tokens; their tokens per step are stated, not measured.
 
@@ -131,6 +166,25 @@ def drafts() -> str:
 
 def _ms(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def verifying() -> str:
+    """Return the table of steps that verify draft tokens, which took no time to make."""
+    rows = [
+        {**row, **found}
+        for row in records.read_rows("decode_drafts.NVIDIA-H200")
+        for found in row["drafts"]
+        if found["draft"] == "guess"
+    ]
+    headings = "model", "batch", "draft tokens", "time of a step / of a plain step", "us a step"
+    lines = (
+        (
+            *(TITLES[row["model"]], row["batch"], row["drafts"]),
+            *(f"{row['over_plain_step']:.2f} x", f"{row['step_us']:,.0f}"),
+        )
+        for row in records.newest(rows, ("model", "batch", "drafts"))
+    )
+    return records.table(headings, lines) + records.sources(rows)
 
 
 def prefill() -> str:
@@ -249,6 +303,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "decode_beside_peers": decode_beside_peers,
     "decode_formats": decode_formats,
     "decode_parallel": decode_parallel,
+    "decode_peers": decode_peers,
+    "all_reduce": all_reduce,
+    "verifying": verifying,
     "drafts": drafts,
     "prefill": prefill,
     "prefill_beside_peers": prefill_beside_peers,

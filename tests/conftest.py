@@ -217,7 +217,7 @@ def pytest_addoption(parser):
         "--cases",
         type=int,
         metavar="N",
-        help="run at most N cases of each long test: slow, emulated, or of LONG_MODULES",
+        help="run at most N cases of each test, at equal distances",
     )
     parser.addoption(
         "--must-run",
@@ -343,21 +343,17 @@ def _leave_one_of_each_reason(config, items):
 
 
 def _leave_some_cases(config, items):
-    """Keep as many cases of each long test as `--cases` says, at equal distances.
+    """Keep as many cases of each test as `--cases` says, at equal distances.
 
-    Slow tests, emulated kernels and the tests of `LONG_MODULES` are long. They have a case for each
-    family, form or shape, and most faults show in any of them. Tests with the marker `every_case`
-    keep all cases.
+    Most tests have a case for each family, form or shape, and most faults show in any of them.
+    Tests with the marker `every_case` keep all cases.
     """
     most = config.getoption("--cases")
     if most is None:
         return
     tests = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("every_case"):
-            continue
-        long = item.path.name in LONG_MODULES or item.path.parent == EMULATION
-        if long or item.get_closest_marker("slow"):
+        if not item.get_closest_marker("every_case"):
             tests[item.nodeid.partition("[")[0]].append(item)
     left = set()
     for cases in tests.values():

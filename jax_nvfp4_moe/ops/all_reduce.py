@@ -95,7 +95,7 @@ ALL_REDUCE_CUDA = Backend(
     {"all_reduce": Kernel(_lower, "nvfp4_all_reduce_cuda")},
     (CUDA,),
     limits={"GPUs": "PEERS", "bytes": "PEER_BYTES"},
-    status="compiled and emulated, not executed",
+    status="executed on two H200s",
 )
 
 

@@ -21,6 +21,7 @@ from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.changed_weights import add_rounded
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.numerics.varying import vary_together
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.experts.meaning import find_groups
 
@@ -132,11 +133,13 @@ class SortedSlots(NamedTuple):
 
     Attributes:
       order: int32 ``[m]``, the slots in the order of their experts. Slots without one come last.
+      back: int32 ``[m]``, the place of each slot in that order.
       experts: int32 ``[m]``, the expert of each sorted slot; the number of experts for none.
       sizes: int32 ``[e]``, the number of slots of each expert.
     """
 
     order: jax.Array
+    back: jax.Array
     experts: jax.Array
     sizes: jax.Array
 
@@ -146,8 +149,47 @@ def sort_by_expert(expert_ids: Int[Array, "t k"], num_experts: int) -> SortedSlo
     flat = expert_ids.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    back = jnp.argsort(order).astype(jnp.int32)
     sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
-    return SortedSlots(order, flat[order], sizes)
+    return SortedSlots(order, back, flat[order], sizes)
+
+
+def _move(rows, there, back, copies=1):
+    """Return row ``there[j] // copies`` of `rows` for each j, or zeros if it is out of range.
+
+    The derivative moves rows back, and adds up the copies of each row in float32. That of XLA's
+    gather adds rows to zeros. XLA makes the zeros of all layers at once, before the first layer,
+    and on GPUs it adds in any order.
+
+    Args:
+      rows: array ``[m, ...]``.
+      there: int32 ``[n]``. No two elements within range are equal.
+      back: int32 ``[m * copies]``, where each copy of a row goes: ``there[back[i]] == i``. Out of
+        range if it goes nowhere.
+      copies: number of copies of each row; 1 by default.
+    """
+    return _moved(copies, *vary_together((rows, there, back)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moved(copies, rows, there, back):
+    return jnp.asarray(rows).at[there // copies].get(mode="fill", fill_value=0)
+
+
+def _moved_ahead(copies, rows, there, back):
+    return _moved(copies, rows, there, back), (there, back)
+
+
+def _moved_back(copies, kept, bar):
+    there, back = kept
+    rows_bar = _moved(1, bar, back, there)
+    if copies > 1:
+        apart = rows_bar.reshape(-1, copies, *bar.shape[1:])
+        rows_bar = apart.sum(axis=1, dtype=jnp.float32).astype(bar.dtype)
+    return rows_bar, None, None
+
+
+_moved.defvjp(_moved_ahead, _moved_back)
 
 
 def grouped_low_rank(
@@ -176,17 +218,17 @@ def grouped_low_rank(
     owner = jnp.minimum(find_groups(last_blocks, count), e - 1)
     first = starts[owner] + (block - first_blocks[owner]) * size
     taken = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    own = (taken < ends[owner][:, None])[..., None]
-    blocks = jnp.where(own, rows[jnp.clip(taken, 0, m - 1)], jnp.zeros((), rows.dtype))
+    taken = jnp.where(taken < ends[owner][:, None], taken, m).reshape(-1)
+    expert = jnp.minimum(slots.experts, e - 1)
+    within = jnp.arange(m, dtype=jnp.int32) - starts[expert]
+    place = (first_blocks[expert] + within // size) * size + within % size
+    place = jnp.where(slots.experts < e, place, count * size)
+    blocks = _move(rows, taken, place).reshape(count, size, -1)
     # In 16 bits, a backward pass would round the sum of an expert's blocks after each addition.
     first, second = (matrix.astype(jnp.float32)[owner] for matrix in (pair.a, pair.b))
     inner = _multiply_each(blocks, first).astype(rows.dtype)
     y = pair.scale * _multiply_each(inner, second)
-    expert = jnp.minimum(slots.experts, e - 1)
-    within = jnp.arange(m, dtype=jnp.int32) - starts[expert]
-    place = (first_blocks[expert] + within // size) * size + within % size
-    known = (slots.experts < e)[:, None]
-    return jnp.where(known, y.reshape(count * size, -1)[jnp.clip(place, 0, count * size - 1)], 0)
+    return _move(y.reshape(count * size, -1), place, taken)
 
 
 def _multiply_each(blocks, matrices):
@@ -231,9 +273,12 @@ def run_adapted_experts(
       ``[t, h]`` in the dtype of `x`.
     """
     (t, _), top_k, experts = x.shape, expert_ids.shape[1], adapted.experts
+    if not expert_ids.size:
+        return jnp.zeros_like(x)
     slots = sort_by_expert(expert_ids, adapted.num_experts)
-    weights = expert_weights.reshape(-1)[slots.order].astype(jnp.float32)[:, None]
-    rows = x[slots.order // max(top_k, 1)]
+    weights = _move(expert_weights.reshape(-1).astype(jnp.float32), slots.order, slots.back)
+    weights = weights[:, None]
+    rows = _move(x, slots.order, slots.back, top_k)
     if weight_on_input:
         rows = (rows.astype(jnp.float32) * weights).astype(x.dtype)
         weights = jnp.ones_like(weights)
@@ -254,5 +299,5 @@ def run_adapted_experts(
     inner = activate(call, product(rows, "gate_up", adapted.gate_up)).astype(x.dtype)
     y = product(inner, "down", adapted.down) * weights
     y = jnp.where((slots.experts < adapted.num_experts)[:, None], y, 0)
-    back = jnp.argsort(slots.order)
-    return y[back].reshape(t, top_k, -1).sum(axis=1).astype(x.dtype)
+    y = _move(y, slots.back, slots.order)
+    return y.reshape(t, top_k, -1).sum(axis=1).astype(x.dtype)

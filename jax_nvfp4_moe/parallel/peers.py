@@ -52,7 +52,7 @@ def connect_peers(
     loads a kernel when it is first launched, and may then wait for a GPU that waits in a sum for
     another GPU of the process.
 
-    The kernel has been compiled and emulated, but not executed on GPUs.
+    The kernel was executed on two H200s, in one process and in two.
 
     Args:
       mesh: as for `load_model`: NVIDIA GPUs of one host. At most 8 of them share a sum.

@@ -20,7 +20,7 @@ CASES = [
     for suffix in suffixes
 ]
 
-pytestmark = [pytest.mark.deviceless, pytest.mark.cuda_build]
+pytestmark = [pytest.mark.deviceless, pytest.mark.cuda_build, pytest.mark.every_case]
 
 
 def compile_for(device, program, suffix, flags=""):

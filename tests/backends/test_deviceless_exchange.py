@@ -7,7 +7,7 @@ import jax
 import pytest
 from support.devices.deviceless import read_report, run_program
 
-pytestmark = pytest.mark.deviceless
+pytestmark = [pytest.mark.deviceless, pytest.mark.every_case]
 LAST = {"psum": "all-reduce", "all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}
 
 

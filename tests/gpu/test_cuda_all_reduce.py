@@ -95,7 +95,7 @@ def count_wrong(mesh, sums, sizes):
     """
 
     def body(delays):
-        rank = jax.lax.axis_index("tensor")
+        part = jax.lax.axis_index("tensor").astype(jnp.float32) + 1
 
         def step(i, carry):
             wrong, last = carry
@@ -103,7 +103,7 @@ def count_wrong(mesh, sums, sizes):
             last = jax.lax.fori_loop(0, late, lambda _, x: jnp.sqrt(x + 1.0), last)
             for size in sizes:
                 at = jnp.arange(size, dtype=jnp.float32)
-                term = (at + i % 1009) * (rank + 1) + jnp.minimum(last, 0.0)
+                term = (at + i % 1009) * part + jnp.minimum(last, 0.0)
                 total = mesh.add_up(term, TENSOR)
                 wrong += jnp.sum(total != (at + i % 1009) * 3)
                 last = jnp.abs(total[0])

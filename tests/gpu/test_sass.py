@@ -23,7 +23,8 @@ from support.extensions.machine_code import (
 
 from jax_nvfp4_moe.backends.launch_facts import facts
 
-pytestmark = pytest.mark.cuda_build
+# Each case reads the machine code of other kernels.
+pytestmark = [pytest.mark.cuda_build, pytest.mark.every_case]
 
 PTX = {"sm_80"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat

@@ -14,7 +14,8 @@ from support.extensions.machine_code import (
     kernels,
 )
 
-pytestmark = pytest.mark.cuda_build
+# Each case reads the machine code of other kernels.
+pytestmark = [pytest.mark.cuda_build, pytest.mark.every_case]
 
 # Instances of AttentionSm80, for two dtypes each: 17 forms of tiles with keys of 16 bits, and 12
 # with keys in FP8. Eight of the former also exist with heads that they prepare, for weights of two

@@ -9,6 +9,8 @@ from flax import nnx
 
 import jax_nvfp4_moe as nvfp4
 
+pytestmark = pytest.mark.every_case  # each name is another promise
+
 SIGNATURES = {
     "load_model": "path, *, scheme=None, dtype=bfloat16, backend=None, mesh=None, "
     "axis_names=None, dispatch='psum', draft=None, draft_head=None",

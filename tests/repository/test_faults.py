@@ -5,6 +5,8 @@ import pytest
 
 from jax_nvfp4_moe.ops.records import REFERENCE
 
+pytestmark = pytest.mark.every_case  # each line is another fault
+
 LINES = [fault for fault in find_faults.FAULTS if isinstance(fault, find_faults.Fault)]
 
 

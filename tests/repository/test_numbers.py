@@ -12,6 +12,8 @@ import pytest
 import tables
 from support.files.given import ROOT
 
+pytestmark = pytest.mark.every_case  # each page has other figures
+
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in tables.pages()}
 # Words of a page that look like a measurement and are a stated fact -> why. Keep it short.
 STATED: dict[str, dict[str, str]] = {

@@ -22,7 +22,7 @@ def test_more_examples_are_more(option, examples):
     assert sum(map(int, phases)) == examples
 
 
-# Two modules that take long, and a test of theirs that keeps all of its cases.
+# Two modules, and a test of theirs that keeps all of its cases.
 CASES = "tests/test_wide_numbers.py", "tests/models/test_default_dtype.py"
 WHOLE = "tests/models/test_default_dtype.py::test_logits"
 
