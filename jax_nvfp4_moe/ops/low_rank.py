@@ -154,7 +154,7 @@ def sort_by_expert(expert_ids: Int[Array, "t k"], num_experts: int) -> SortedSlo
     return SortedSlots(order, back, flat[order], sizes)
 
 
-def _move(rows, there, back, copies=1):
+def _move(rows, there, back, copies=1) -> Array:
     """Return row ``there[j] // copies`` of `rows` for each j, or zeros if it is out of range.
 
     The derivative moves rows back, and adds up the copies of each row in float32. That of XLA's
@@ -172,7 +172,7 @@ def _move(rows, there, back, copies=1):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moved(copies, rows, there, back):
+def _moved(copies, rows, there, back) -> Array:
     return jnp.asarray(rows).at[there // copies].get(mode="fill", fill_value=0)
 
 
@@ -182,7 +182,7 @@ def _moved_ahead(copies, rows, there, back):
 
 def _moved_back(copies, kept, bar):
     there, back = kept
-    rows_bar = _moved(1, bar, back, there)
+    rows_bar = _move(bar, back, there)
     if copies > 1:
         apart = rows_bar.reshape(-1, copies, *bar.shape[1:])
         rows_bar = apart.sum(axis=1, dtype=jnp.float32).astype(bar.dtype)

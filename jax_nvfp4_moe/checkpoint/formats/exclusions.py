@@ -41,8 +41,9 @@ class Exclusions:
         self._lengths = sorted({len(beginning) for beginning in self._beginnings})
         self._wildcards = [p for p in wild if p[:-1] not in self._beginnings or p[-1] != "*"]
         self._index = PatternIndex(enumerate(map(Wildcard, self._wildcards)), source)
-        # A file has tens of thousands of linears of experts, and few modules that contain them.
-        self._named = functools.cache(self._find_named)
+        # A file has tens of thousands of linears of experts, and few modules that contain them:
+        # only the latter are kept.
+        self._around = functools.cache(self._named)
 
     def find(self, module: str) -> str | None:
         """Return the source and the entry that excludes `module`, or None."""
@@ -66,12 +67,12 @@ class Exclusions:
         found = self._index.find((name, *parents(name)) if self._parents_match else (name,))
         return self._wildcards[found[0]] if found else None
 
-    def _find_named(self, name):
+    def _named(self, name):
         """Return the name, or that of the innermost module around it, that the list has."""
         if name in self._names:
             return name
         parent = name.rpartition(".")[0]
-        return self._named(parent) if parent else None
+        return self._around(parent) if parent else None
 
 
 def _is_plain(text):

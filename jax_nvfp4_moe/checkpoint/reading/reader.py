@@ -77,20 +77,55 @@ class Reader:
         array = aligned_empty(region_shape(region), leaf.dtype)
         if leaf.dtype == np.float32 and not _covers(leaf):
             array.fill(np.nan)
-        start, stop = first_axis(region, leaf.shape)
-        found = [
-            (piece, common)
-            for first, end, piece in pieces
-            if first < stop
-            and start < end
-            and (common := overlap(piece.at, leaf.shape, region)) is not None
-        ]
-        self._copy([read for each in found for read in self._fill(array, *each, leaf.shape)])
-        for piece, common in found:
-            problem = leaf.check and leaf.check(array[(*common[0], ...)])
+        found = list(self._find(array, leaf, pieces, region))
+        self._copy([read for _, _, reads in found for read in reads])
+        for piece, place, _ in found if leaf.check else ():
+            problem = leaf.check(place)
             if problem is not None:
                 self.report(piece, problem)
         return array
+
+    def _find(self, array, leaf, pieces, region):
+        """Yield each piece in a region, the part of `array` that it fills, and its reads."""
+        start, stop = first_axis(region, leaf.shape)
+        # A checkpoint may have tens of thousands of tensors, and the general way takes 0.1 ms for
+        # each. Most of them are read whole, and as they are.
+        all_behind = array.shape[1:] == tuple(leaf.shape[1:])
+        for first, end, piece in pieces:
+            if first >= stop or end <= start:
+                continue
+            place = None
+            if all_behind and start <= first and end <= stop:
+                place = self._place_of_whole(array, piece, first - start, end - start)
+            if place is not None:
+                self._advance(place.nbytes)
+                yield piece, place, [(piece.name, place, 0)]
+            elif (common := overlap(piece.at, leaf.shape, region)) is not None:
+                reads = self._fill(array, piece, common, leaf.shape)
+                yield piece, array[(*common[0], ...)], reads
+
+    def _place_of_whole(self, array, piece: Piece, first, end):
+        """Return the part of an array that a piece fills if that is one read of its whole tensor.
+
+        Args:
+          array: the array, which has the whole piece.
+          piece: the piece.
+          first: the index of the piece along the first axis of `array`.
+          end: the index behind it.
+
+        Returns:
+          A view. None if the tensor is a part, reshaped, or converted, or if its bytes have other
+          bytes between them.
+        """
+        if piece.part or piece.shape is not None or piece.swapped:
+            return None
+        info = self._tensors.info(piece.name)
+        if STORED_TYPES[info.dtype].numpy != array.dtype:
+            return None
+        one = piece.at[0] if piece.at else None
+        where = slice(first, end) if one is None or isinstance(one, slice) else first
+        place = array[(where, *piece.at[1:], ...)] if array.ndim else array
+        return place if place.shape == info.array_shape and place.flags.c_contiguous else None
 
     def _copy(self, reads):
         """Read the bytes of tensors into their places, with several threads if they are many.
@@ -175,6 +210,9 @@ class Reader:
 
 def _chunks(name, place, start):
     """Cut one read into chunks, so that several threads can share a large tensor."""
+    if place.nbytes <= _THREAD_BYTES:
+        yield name, place, start
+        return
     flat = place.reshape(-1).view(np.uint8)
     for first in range(0, max(1, flat.size), _THREAD_BYTES):
         yield name, flat[first : first + _THREAD_BYTES], start + first
