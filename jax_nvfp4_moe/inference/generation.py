@@ -47,13 +47,15 @@ from jax_nvfp4_moe.inference.prefill import (
     prefill_chunks,
 )
 from jax_nvfp4_moe.inference.sampling import Sampling, make_sampling, whole_number
-from jax_nvfp4_moe.inference.state import State, draw
+from jax_nvfp4_moe.inference.state import State, add_token, draw
 from jax_nvfp4_moe.inference.step_costs import find_cost
 from jax_nvfp4_moe.ops.chain import chain_calls
 from jax_nvfp4_moe.parallel.peers import explain_failed_sums
 from jax_nvfp4_moe.parallel.whole_steps import (
     find_connected_mesh,
     on_each_device,
+    only_largest,
+    shards_logits,
     start_together,
 )
 from jax_nvfp4_moe.scheme import Target
@@ -466,12 +468,17 @@ def _decode(model, sampling, state, limit):
     def step(state):
         last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
         logits, cache = read(model, last, state.cache)
-        new = logits[:, 0].astype(jnp.float32)
-        return draw(sampling, new, dataclasses.replace(state, cache=cache))
+        state = dataclasses.replace(state, cache=cache)
+        if largest_alone:
+            token, logit = (each[:, 0] for each in logits)
+            return add_token(sampling, token, jnp.isfinite(logit), state)
+        return draw(sampling, logits[:, 0].astype(jnp.float32), state)
 
     read, connected = _read, find_connected_mesh(model)
+    largest_alone = connected is not None and sampling.greedy and shards_logits(model)
     if connected is not None:
-        read = on_each_device(chain_calls(_read), connected)
+        own = only_largest(_read, connected) if largest_alone else _read
+        read = on_each_device(chain_calls(own), connected)
     elif _runs_alone_on_a_gpu(model):
         read = chain_calls(_read)
     return lax.while_loop(more, step, state)

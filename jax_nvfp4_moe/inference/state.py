@@ -45,9 +45,21 @@ class State:
 
 
 def draw(sampling, logits, state):
-    """Add the next token of each row to `state`; a stopped row repeats its last token."""
+    """Add a token of each row to `state`, drawn from logits ``[b, v]``; see `add_token`."""
     rows = jnp.broadcast_to(state.count, logits.shape[:1])
     token, finite = (x[:, 0] for x in choose(sampling, logits[:, None], rows))
+    return add_token(sampling, token, finite, state)
+
+
+def add_token(sampling, token, finite, state):
+    """Add the next token of each row to `state`; a stopped row repeats its last token.
+
+    Args:
+      sampling: has the stop ids.
+      token: int32 ``[b]``, the tokens.
+      finite: bool ``[b]``, whether all logits of a row were finite.
+      state: the state before.
+    """
     new = ~finite & ~state.stopped & (state.not_finite < 0)
     first = jnp.where(new, state.count, state.not_finite)
     last = lax.dynamic_slice_in_dim(state.tokens, jnp.maximum(state.count - 1, 0), 1, axis=1)[:, 0]

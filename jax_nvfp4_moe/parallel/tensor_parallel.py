@@ -8,8 +8,10 @@ module::
   y = psum(part(x))
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -281,10 +283,52 @@ def look_up(
     return run_shards(expert_mesh, look, table, ids)
 
 
+# Whether the logits of each shard stay apart, in `own_columns`.
+_OWN_COLUMNS: contextvars.ContextVar[bool] = contextvars.ContextVar("own_columns", default=False)
+# A float32 holds all integers up to this one.
+EXACT_INDEX = 1 << 24
+
+
+@contextlib.contextmanager
+def own_columns() -> Iterator[None]:
+    """Let `gather_columns` return the columns of one shard, in the program of each device."""
+    token = _OWN_COLUMNS.set(True)
+    try:
+        yield
+    finally:
+        _OWN_COLUMNS.reset(token)
+
+
+def find_largest(
+    own: Float[Array, "... n"], expert_mesh: ExpertMesh
+) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
+    """Return the index of the largest column of all shards, and its value in float32.
+
+    They are those of `jnp.argmax` over the columns of all shards side by side: NaN counts as the
+    largest number, and the first of equal columns is taken. Shards exchange two numbers for each
+    row. Call the function in the program of each device.
+
+    Args:
+      own: the columns of this shard. All shards together have at most `EXACT_INDEX`.
+      expert_mesh: the mesh of the shards.
+    """
+    own, shard = own.astype(jnp.float32), lax.axis_index(expert_mesh.name(TENSOR))
+    index = jnp.argmax(own, axis=-1)
+    value = jnp.take_along_axis(own, index[..., None], axis=-1)[..., 0]
+    index += shard * own.shape[-1]
+    both = jnp.stack([value, index.astype(jnp.float32)])[None]
+    room = jnp.zeros((expert_mesh.tensor, *both.shape[1:]), jnp.float32)
+    beside = lax.dynamic_update_slice_in_dim(room, both, shard, 0)
+    values, indices = jnp.moveaxis(expert_mesh.add_up(beside, TENSOR), 1, 0)
+    best = jnp.argmax(values, axis=0)[None]
+    index, value = (jnp.take_along_axis(each, best, axis=0)[0] for each in (indices, values))
+    return index.astype(jnp.int32), value
+
+
 def gather_columns(
     run: Callable, module: Any, x: Float[Array, "... h"], expert_mesh: ExpertMesh
 ) -> Float[Array, "... n"]:
-    """Return the columns of ``run(part, x)`` of all shards side by side.
+    """Return the columns of ``run(part, x)`` of all shards side by side; see also `own_columns`.
 
     Logits are the only values that are gathered in this way. If connected GPUs add up an array of
     the size of the result, the result is the sum of the columns of all shards, each beside zeros,
@@ -299,6 +343,8 @@ def gather_columns(
 
     def score(part, x):
         axis, own = expert_mesh.name(TENSOR), run(part, x)
+        if _OWN_COLUMNS.get():
+            return own
         columns = own.shape[-1]
         if not expert_mesh.sums_in_chains(own.nbytes * expert_mesh.tensor, TENSOR):
             return lax.all_gather(own, axis, axis=x.ndim - 1, tiled=True)

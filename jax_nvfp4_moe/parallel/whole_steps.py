@@ -18,6 +18,7 @@ from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.partition_specs import partition_specs
 from jax_nvfp4_moe.parallel.shard_spec import axis_spec
 from jax_nvfp4_moe.parallel.sharded_variable import find_layout, sharded_axes
+from jax_nvfp4_moe.parallel.tensor_parallel import EXACT_INDEX, find_largest, own_columns
 
 
 def find_connected_mesh(model: Any) -> ExpertMesh | None:
@@ -89,7 +90,8 @@ def on_each_device(run: Callable, expert_mesh: ExpertMesh) -> Callable:
       expert_mesh: the mesh of the model, without an axis `data`.
 
     Returns:
-      A function of the whole model and the whole cache. The ids and the logits are replicated.
+      A function of the whole model and the whole cache. The ids and the logits, or what `run`
+      returns in their place, are replicated.
     """
 
     def call(model, ids, cache):
@@ -102,6 +104,34 @@ def on_each_device(run: Callable, expert_mesh: ExpertMesh) -> Callable:
 
         mapped = expert_mesh.shard_whole(body, (given, whole, kept), (whole, kept))
         return mapped(leaves, ids, cache)
+
+    return call
+
+
+def shards_logits(model: Any) -> bool:
+    """Return whether each device has the logits of some tokens, which `only_largest` needs."""
+    mesh = getattr(model, "expert_mesh", None)
+    return isinstance(mesh, ExpertMesh) and model.config.vocab_size <= EXACT_INDEX
+
+
+def only_largest(run: Callable, expert_mesh: ExpertMesh) -> Callable:
+    """Return `run` with the largest logit of each token in place of all logits.
+
+    Devices then exchange two numbers for each token. The logits of Qwen3-30B-A3B are 0.6 MB for
+    each token; above 1 MiB, a collective of XLA gathers them, which ends a CUDA graph.
+
+    Args:
+      run: as for `on_each_device`, of a model for which `shards_logits` is true.
+      expert_mesh: the mesh of the model.
+
+    Returns:
+      A function that returns the pair of `find_largest` for each token, and the cache.
+    """
+
+    def call(model, ids, cache):
+        with own_columns():
+            logits, cache = run(model, ids, cache)
+        return find_largest(logits, expert_mesh), cache
 
     return call
 

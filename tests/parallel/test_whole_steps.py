@@ -16,6 +16,7 @@ from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.ops.all_reduce import PeerGroups
 from jax_nvfp4_moe.parallel import find_expert_mesh
 from jax_nvfp4_moe.parallel.peers import SUMS
+from jax_nvfp4_moe.parallel.tensor_parallel import find_largest
 from jax_nvfp4_moe.parallel.whole_steps import (
     find_connected_mesh,
     from_first_device,
@@ -143,3 +144,48 @@ def test_models_with_adapters_of_experts_run_module_by_module():
     assert find_connected_mesh(model) is not None
     add_lora(model, 2, targets="experts", rngs=nnx.Rngs(0))
     assert find_connected_mesh(model) is None
+
+
+def loop_collectives(model, sampling):
+    """Return the collectives of the loop of `generate`, whose logits take more than 1 MiB."""
+    b, room = 80, 64
+    cache = jax.eval_shape(lambda: model.init_cache(b, 128))
+    state = jax.eval_shape(lambda: generation.State.begin(model.init_cache(b, 128), b, room))
+    state = dataclasses.replace(state, cache=cache)
+    limit = jax.ShapeDtypeStruct((), jnp.int32)
+    return collectives(generation.decode.lower(model, sampling, state, limit).compile())
+
+
+def test_greedy_decoding_exchanges_only_the_largest_logits():
+    model = load(EXAMPLE, connected((1, 2)))
+    greedy = generation.make_sampling(0.0, None, 1.0, (), None)
+    drawn = generation.make_sampling(1.0, None, 1.0, (), jax.random.key(0))
+    assert "all-gather" not in loop_collectives(model, greedy)
+    assert loop_collectives(model, drawn)["all-gather"] == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 4)])
+def test_the_largest_of_all_shards_is_that_of_argmax(shape):
+    """Also of NaN, of infinities, and of equal numbers."""
+    mesh = connected(shape)
+    rows = np.random.default_rng(0).integers(-3, 4, (40, 3, 64)).astype(np.float32)
+    rows[1, :, 30], rows[2, 0, [5, 60]], rows[3] = np.nan, np.inf, -np.inf
+    rows[4, 1, 60], rows[4, 1, 3] = np.nan, np.inf
+    columns = mesh.spec(None, None, "tensor")
+    run = jax.jit(
+        mesh.shard_map(lambda own: find_largest(own, mesh), (columns,), (mesh.spec(), mesh.spec()))
+    )
+    index, value = run(rows)
+    np.testing.assert_array_equal(index, np.argmax(rows, axis=-1))
+    expected = np.take_along_axis(rows, np.asarray(index)[..., None], axis=-1)[..., 0]
+    np.testing.assert_array_equal(value, expected)
+
+
+def test_a_sampled_text_is_that_of_one_device():
+    key, found = jax.random.key(1), []
+    for mesh in (None, connected((1, 2))):
+        model = load(EXAMPLE, mesh)
+        prompt = np.asarray(IDS[:, :8]) % model.config.vocab_size
+        how = {"max_new_tokens": 6, "stop_ids": (), "temperature": 1.0, "key": key}
+        found.append(np.asarray(generate(model, prompt, **how)))
+    np.testing.assert_array_equal(*found)

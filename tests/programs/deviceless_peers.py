@@ -1,8 +1,9 @@
 """Compile the loop of `generate` for two absent GPUs, and print JSON about one decoding step.
 
-    python deviceless_peers.py TARGET.txtpb BATCH DUMP_FOLDER EXPERTxTENSOR [plain]
+    python deviceless_peers.py TARGET.txtpb BATCH DUMP_FOLDER EXPERTxTENSOR [plain] [sampled]
 
-The GPUs add up small arrays through each other's memory, except with ``plain``. The model is that
+The GPUs add up small arrays through each other's memory, except with ``plain``. Decoding is greedy,
+except with ``sampled``. The model is that
 of `deviceless_decode.py`, with NVFP4 linears. The JSON has the number of kernels and calls of a
 layer, the collectives of XLA in the program and in its loop, and whether the loop is one CUDA
 graph.
@@ -67,9 +68,11 @@ def make_model(layers, mesh):
     return model
 
 
-def compile_loop(model, mesh, batch):
-    """Return the HLO text of greedy decoding."""
-    sampling = jax.eval_shape(lambda: generation.make_sampling(0.0, None, 1.0, (), None))
+def compile_loop(model, mesh, batch, temperature):
+    """Return the HLO text of decoding."""
+    given = temperature, None, 1.0, ()
+    key = None if temperature == 0 else jax.random.key(0)
+    sampling = jax.eval_shape(lambda: generation.make_sampling(*given, key))
     cache = jax.eval_shape(lambda: model.init_cache(batch, LENGTH))
     state = jax.eval_shape(lambda cache: generation.State.begin(cache, batch, ROOM), cache)
 
@@ -111,7 +114,8 @@ if __name__ == "__main__":
     if "plain" not in sys.argv[5:]:
         peers = tuple((roles, PeerGroups(f"{'+'.join(roles)} 0,1", 2)) for roles in SUMS)
         mesh = dataclasses.replace(mesh, peers=peers)
-    few, many = (compile_loop(make_model(n, mesh), mesh, int(sys.argv[2])) for n in LAYERS)
+    how = mesh, int(sys.argv[2]), 1.0 if "sampled" in sys.argv[5:] else 0.0
+    few, many = (compile_loop(make_model(n, mesh), *how) for n in LAYERS)
     kernels = (count_kernels(many) - count_kernels(few)) / (LAYERS[1] - LAYERS[0])
     found = {
         "kernels_a_layer": kernels,
