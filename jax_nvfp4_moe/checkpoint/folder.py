@@ -13,6 +13,7 @@ from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.hub import fetch, parse_hub_name
+from jax_nvfp4_moe.checkpoint.mistral_format import PARAMS, is_mistral_format, to_config
 
 JSON_BYTES = 100_000_000  # the limit that the safetensors format sets for its header
 # Python takes 64 bytes and more for an empty object of three bytes. A header of 300,000 tensors has
@@ -156,6 +157,8 @@ def _distinct(pairs, repeated):
 def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
     """Read ``config.json`` of a checkpoint folder.
 
+    In Mistral's own format, ``params.json`` says the same; see `mistral_format.to_config`.
+
     Args:
       folder: a folder or a Hub name, as for `find_folder`.
 
@@ -165,6 +168,8 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
     """
     folder = find_folder(folder)
     try:
+        if is_mistral_format(folder):
+            return to_config(read_json(folder, PARAMS))
         return read_json(folder, CONFIG)
     except CheckpointError as error:
         raise CheckpointError(error.problems, str(folder)) from None

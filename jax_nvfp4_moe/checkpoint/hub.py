@@ -5,11 +5,14 @@ import re
 from typing import NamedTuple
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.mistral_format import is_mistral_format
 
 # The files of a checkpoint. Folders inside a repository hold other forms of the same model and are
 # not fetched, except the one that holds further chat templates.
 FILES = ("*.json", "*.jinja", "*.safetensors")
 TEMPLATES = "additional_chat_templates"  # it has a file NAME.jinja for each named template
+# The weights in Mistral's own format. Most of Mistral's models also have them in the other one.
+_OF_MISTRAL = "consolidated*"
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 
 
@@ -39,7 +42,7 @@ def fetch(name: HubName) -> pathlib.Path:
 
     Only safetensors files, JSON files and chat templates are fetched. Several processes may fetch a
     model at the same time: each file is fetched once. Without a network, the files in the cache are
-    used as they are.
+    used as they are. Weights in Mistral's own format are fetched if the model has no others.
 
     Args:
       name: the name of the model. A private model needs the token that ``hf auth login`` stores.
@@ -50,15 +53,12 @@ def fetch(name: HubName) -> pathlib.Path:
 
     Source: https://huggingface.co/docs/huggingface_hub/guides/download
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import errors
 
     try:
-        folder = snapshot_download(
-            name.repository,
-            revision=name.revision,
-            allow_patterns=list(FILES),
-            ignore_patterns=_folders_except(TEMPLATES),
-        )
+        folder = _download(name, _OF_MISTRAL)
+        if is_mistral_format(folder):
+            folder = _download(name)
     except errors.RevisionNotFoundError:
         problem = (
             f"the Hub has {name.repository}, but it has no revision {name.revision!r}: pass a "
@@ -81,8 +81,21 @@ def fetch(name: HubName) -> pathlib.Path:
     except (errors.HfHubHTTPError, OSError) as error:
         problem = f"{name}: fetching it from the Hub failed: {_cause(error)}"
     else:
-        return pathlib.Path(folder)
+        return folder
     raise CheckpointError([problem])
+
+
+def _download(name, *left_out) -> pathlib.Path:
+    """Return the folder of a model after fetching what is missing, except what patterns match."""
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(
+        name.repository,
+        revision=name.revision,
+        allow_patterns=list(FILES),
+        ignore_patterns=[*_folders_except(TEMPLATES), *left_out],
+    )
+    return pathlib.Path(folder)
 
 
 def _folders_except(folder: str) -> list[str]:

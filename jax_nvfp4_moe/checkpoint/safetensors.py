@@ -24,13 +24,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint import mistral_format
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, quoted
-from jax_nvfp4_moe.checkpoint.folder import JSON_BYTES, exists, locate, parse_object, read_json
+from jax_nvfp4_moe.checkpoint.folder import (
+    JSON_BYTES,
+    exists,
+    locate,
+    parse_object,
+    read_json,
+)
 from jax_nvfp4_moe.checkpoint.reading.byte_runs import Index, Run, find_runs, index_shape
 from jax_nvfp4_moe.checkpoint.reading.memory import aligned_empty
 
-SINGLE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE_FILE = mistral_format.OTHER_FILES
 # A file of drafting layers, which the index of GLM-4.7 does not name.
 DRAFTS_FILE = "mtp.safetensors"
 _METADATA = "__metadata__"
@@ -285,18 +291,21 @@ def open_tensors(folder: str | pathlib.Path) -> Tensors:
 
     Args:
       folder: contains ``model.safetensors.index.json`` and the files that it names, or
-        ``model.safetensors`` alone. Tensors that are only in ``mtp.safetensors`` are found too, if
-        that file exists.
+        ``model.safetensors`` alone. In Mistral's own format, these names begin with
+        "consolidated", and tensors get the names that transformers gives them. Tensors that are
+        only in ``mtp.safetensors`` are found too, if that file exists.
 
     Raises:
       CheckpointError: lists everything that is wrong with the index and the headers.
     """
     folder = pathlib.Path(folder)
     problems = Problems()
-    listed = _read_index(folder, problems) if exists(folder, INDEX) else None
-    files = sorted(set(listed.values())) if listed is not None else [SINGLE_FILE]
+    of_mistral = mistral_format.is_mistral_format(folder)
+    index, single = mistral_format.FILES if of_mistral else (INDEX, SINGLE_FILE)
+    listed = _read_index(folder, index, problems) if exists(folder, index) else None
+    files = sorted(set(listed.values())) if listed is not None else [single]
     if len(files) > _MOST_FILES:
-        problem = f"{quoted(INDEX)}: names {len(files)} files; expected at most {_MOST_FILES}"
+        problem = f"{quoted(index)}: names {len(files)} files; expected at most {_MOST_FILES}"
         raise CheckpointError([*problems, problem], str(folder))
     paths: dict[str, pathlib.Path] = {}
     headers: dict[str, Header] = {}
@@ -315,7 +324,11 @@ def open_tensors(folder: str | pathlib.Path) -> Tensors:
     infos = _merge(headers, problems)
     for name, file in (listed or {}).items():
         if file in headers and name not in headers[file]:
-            problems.append(f"{quoted(INDEX)}: {quoted(name)} is not in {quoted(file)}")
+            problems.append(f"{quoted(index)}: {quoted(name)} is not in {quoted(file)}")
+    if of_mistral:
+        names = mistral_format.to_names(infos, problems)
+        # What is written from these tensors has the names of transformers, too.
+        infos = {new: dataclasses.replace(infos[name], name=new) for name, new in names.items()}
     problems.finish(str(folder))
     return Tensors(paths, infos)
 
@@ -446,16 +459,16 @@ def _check_cover(infos, file, start, size, problems):
         )
 
 
-def _read_index(folder, problems):
+def _read_index(folder, index, problems):
     """Return the index as name -> file, and add everything that is wrong with it to `problems`."""
     try:
-        weight_map = read_json(folder, INDEX).get("weight_map")
+        weight_map = read_json(folder, index).get("weight_map")
     except CheckpointError as error:
         problems += error.problems
         return {}
     if not isinstance(weight_map, dict):
         problems.append(
-            f"{quoted(INDEX)}: weight_map: expected an object, got {quoted(weight_map)}"
+            f"{quoted(index)}: weight_map: expected an object, got {quoted(weight_map)}"
         )
         return {}
     listed = {}
@@ -464,6 +477,6 @@ def _read_index(folder, problems):
             listed[name] = file
         else:
             problems.append(
-                f"{quoted(INDEX)}: {quoted(name)}: expected a file's name, got {quoted(file)}"
+                f"{quoted(index)}: {quoted(name)}: expected a file's name, got {quoted(file)}"
             )
     return listed

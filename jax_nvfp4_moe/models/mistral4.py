@@ -1,6 +1,6 @@
-"""Mistral 4, the language model.
+"""Mistral Small 4 and Mistral Large 3, the language models.
 
-It has the latent attention of DeepSeek-V3 with queries that grow with their position, and a softmax
+They have the latent attention of DeepSeek-V3 with queries that grow with their position, and a softmax
 router that chooses groups of experts first.
 
 Source: `modeling_mistral4` of transformers.

@@ -10,8 +10,8 @@ _FACTORS = (
     "here has"
 )
 _MISTRAL = (
-    "its files are in Mistral's own format, with params.json in place of config.json, which this "
-    "package does not read"
+    "its sizes are read from params.json, which must be in the folder, beside the files named "
+    "consolidated alone"
 )
 _VISION_EXPERTS = "its layers have further experts for images, which no module here has"
 

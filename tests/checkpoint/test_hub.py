@@ -8,6 +8,7 @@ import sys
 import pytest
 from support.files.given import EXAMPLE
 from support.files.hub_server import COMMIT, serve
+from support.files.mistral_files import write_mistral_format
 
 from jax_nvfp4_moe.checkpoint.hub import TEMPLATES, HubName, parse_hub_name
 
@@ -37,6 +38,8 @@ def repository(tmp_path_factory):
     (folder / "original").mkdir()
     (folder / "original" / "model.safetensors").write_bytes(b"another form")
     (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    (folder / "params.json").write_text("{}")
+    (folder / "consolidated.safetensors").write_bytes(b"the same weights in another form")
     for name in (TEMPLATES, *NEAR):
         (folder / name).mkdir()
         (folder / name / "tool_use.jinja").write_text("x")
@@ -104,7 +107,7 @@ def test_a_model_is_fetched_once_and_found_again(from_the_hub, without_the_hub, 
         assert names <= set(files)
         folders = {name for name in files if "." not in name}
         assert folders == {TEMPLATES}
-        assert "pytorch_model.bin" not in files
+        assert not {"pytorch_model.bin", "consolidated.safetensors"} & set(files)
     fetched = [line for line in asked if line.startswith("GET") and "/resolve/" in line]
     assert len(fetched) == len(set(fetched))
     assert without_the_hub["owner/model"] == first
@@ -134,3 +137,14 @@ def test_the_command_generates_from_a_name(repository, tmp_path):
     with serve(model=repository) as (address, _):
         lines = run(address, tmp_path, "generate", "owner/model", *options, code=code)
     assert lines[0].startswith("def f(")
+
+
+def test_a_model_in_the_format_of_mistral_alone_is_fetched(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    write_mistral_format(own)
+    with serve(native=own) as (address, _):
+        (line,) = run(address, tmp_path / "cache", "owner/native")
+    _, count, *files = line.split()
+    assert int(count) > 100
+    assert files == ["consolidated.safetensors", "params.json"]

@@ -46,8 +46,6 @@ _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
 _UINT8 = np.dtype(np.uint8)
 _NAN_BITS = 0x7F  # an E4M3 value is NaN if all bits but the sign are set; it has no infinities
-# The dtypes that scales of activations may have.
-_SCALE_TYPES = {Scheme: ["F32"], FP8ActivationScaling: FLOATS}
 
 
 def find_linear(
@@ -235,7 +233,7 @@ def find_input_scale(finder: Finder, product: Product, scheme: CheckpointScheme)
     whole = Unread((*product.lead, product.parts), _F32)
     for name, one in names.items():
         shapes = (*_scalar_shapes(one, product.parts), (1, 1))
-        if name in finder.tensors and finder.take(name, _SCALE_TYPES[type(scheme)], *shapes):
+        if name in finder.tensors and finder.take(name, FLOATS, *shapes):
             whole.pieces.append(_scalar(finder, one, name, True))
     required = finder.input_scales == "required"
     if whole.pieces:
