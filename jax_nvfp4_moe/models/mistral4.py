@@ -1,7 +1,7 @@
 """Mistral Small 4 and Mistral Large 3, the language models.
 
-They have the latent attention of DeepSeek-V3 with queries that grow with their position, and a softmax
-router that chooses groups of experts first.
+They have the latent attention of DeepSeek-V3 with queries that grow with their position, and a
+softmax router that chooses groups of experts first. `checkpoint.mistral_format` reads their files.
 
 Source: `modeling_mistral4` of transformers.
 """
