@@ -35,6 +35,7 @@ in NVFP4 or FP8. By default it is the copy in NVFP4.
 
 import argparse
 import collections
+import functools
 import hashlib
 import json
 import os
@@ -127,15 +128,17 @@ class FilledCache:
         return time.perf_counter() - begin
 
 
-def profile_step(cache) -> tuple[collections.Counter, collections.Counter]:
-    """Return how often each kernel or copy ran on the GPU in a step, and for how many ns."""
+def profile_device(run) -> tuple[collections.Counter, collections.Counter]:
+    """Return how often each kernel or copy runs on the GPU in a call, and for how many ns.
+
+    The call waits for its result. Of a loop in a CUDA graph, only the first step is seen.
+    """
     counts, nanoseconds = collections.Counter(), collections.Counter()
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # events of the host are not used
-    state = cache.copy()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            cache.run_steps(state, 1)  # of a loop in a CUDA graph, only the first step is seen
+            run()
         for path in pathlib.Path(folder).rglob("*.xplane.pb"):
             for name, duration in _gpu_events(jax.profiler.ProfileData.from_file(str(path))):
                 counts[name] += 1
@@ -159,8 +162,8 @@ def kind_of(name: str) -> str:
     return next(kind for kind, pattern in KINDS if pattern.search(name))
 
 
-def describe_step(counts, nanoseconds) -> dict:
-    """Return what one step does on the device, from its profile."""
+def describe_device(counts, nanoseconds) -> dict:
+    """Return what a call does on the device, from its profile."""
     by_kind = collections.Counter()
     for name, duration in nanoseconds.items():
         by_kind[kind_of(name)] += duration / 1e3
@@ -191,6 +194,7 @@ def measure(whole, built, cell, arguments, ceilings, compilations) -> dict:
     compiled = compilations.count - compiled
     step_us = float(np.median(times))
     floor = step_floor(whole, built, batch, length + arguments.new / 2, ceilings)
+    state = cache.copy()
     return {
         "batch": batch,
         "prompt": length,
@@ -203,7 +207,7 @@ def measure(whole, built, cell, arguments, ceilings, compilations) -> dict:
         "over_floor": step_us / floor["sum"],
         "compilations": compiled,
         "tokens_sha256": hashlib.sha256(cache.new_tokens(steps).tobytes()).hexdigest(),
-        "device": describe_step(*profile_step(cache)),
+        "device": describe_device(*profile_device(functools.partial(cache.run_steps, state, 1))),
     }
 
 

@@ -20,6 +20,8 @@ memory a step takes:
 On a CPU, "temp" hardly falls with ``--remat yes``, because XLA may merge the two computations of a
 layer again. "kept" says what remat leaves.
 
+On a GPU, "device" of the JSON has the longest kernels of a step.
+
 With ``--compile-only``, nothing runs, and rows have no times. Two runs with one layer and two
 layers at the true sizes then say what each further layer adds. Prints a table and writes
 ``benchmarks/results/train.DEVICE.json``.
@@ -35,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from decode import describe_device, profile_device
 from flax import nnx
 from provenance import provenance
 from whole_model import FORMATS, MODELS, build_model
@@ -131,12 +134,17 @@ def measure(model, arguments, remat, vocabulary) -> dict:
     forward_ms = time_calls(lambda: forward(model, ids, remat))
     step_ms = time_calls(lambda: compiled(model, optimizer, ids))
     peak = peak_bytes()
+
+    def run_step():
+        jax.block_until_ready(compiled(model, optimizer, ids))
+
     return row | {
         "forward_ms": forward_ms,
         "step_ms": step_ms,
         "over_forward": step_ms / forward_ms,
         "tokens_per_s": batch * tokens / step_ms * 1e3,
         "peak_gb": None if peak is None or peak == before else peak / GIGA,
+        "device": describe_device(*profile_device(run_step)),
     }
 
 

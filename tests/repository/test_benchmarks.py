@@ -182,7 +182,7 @@ def test_kernels_are_told_apart():
 
 def test_a_step_is_described_by_its_profile():
     counts = collections.Counter(nvfp4=4, MemcpyD2H=4)
-    step = decode.describe_step(counts, collections.Counter(nvfp4=6000, MemcpyD2H=2000))
+    step = decode.describe_device(counts, collections.Counter(nvfp4=6000, MemcpyD2H=2000))
     assert step["busy_us"] == pytest.approx(8.0)
     assert step["outside_our_kernels"] == pytest.approx(0.25)
     assert step["copies_to_host"] == 4
