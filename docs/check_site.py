@@ -231,7 +231,9 @@ def measure_widths(site: pathlib.Path, names, width: int = WIDTH) -> dict[str, l
     """Return the width of each page in a window of `width` pixels, and what is wider than it."""
     results = queue.Queue()
     page = measuring_page(names, width)
-    with serve(site, page, results) as address, tempfile.TemporaryDirectory() as profile:
+    # Processes of the browser may still write when the first one has ended.
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with serve(site, page, results) as address, folder as profile:
         # Chromium refuses to run as root with its sandbox. The pages are this repository's own.
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command = [find_browser(), *options, f"--user-data-dir={profile}"]
