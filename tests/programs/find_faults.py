@@ -231,7 +231,7 @@ FAULTS = (
     ),
     Fault(
         "generate: the first stop id is not one",
-        "draw",
+        "add_token",
         "sampling.stop_ids[None, :]",
         "sampling.stop_ids[None, 1:]",
         "inference/test_generation.py::test_a_stop_id_ends_its_row_and_repeats",
