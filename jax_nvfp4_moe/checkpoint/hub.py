@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.mistral_format import is_mistral_format
+from jax_nvfp4_moe.checkpoint.mistral_format import has_other_files
 
 # The files of a checkpoint. Folders inside a repository hold other forms of the same model and are
 # not fetched, except the one that holds further chat templates.
@@ -57,7 +57,7 @@ def fetch(name: HubName) -> pathlib.Path:
 
     try:
         folder = _download(name, _OF_MISTRAL)
-        if is_mistral_format(folder):
+        if not has_other_files(folder):
             folder = _download(name)
     except errors.RevisionNotFoundError:
         problem = (

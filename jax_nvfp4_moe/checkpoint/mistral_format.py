@@ -9,6 +9,7 @@ Source: ``params.json`` of both models; ``transformers_utils/configs/mistral.py`
 ``models/mistral_large_3.py`` of vLLM.
 """
 
+import os
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
@@ -48,8 +49,9 @@ _YARN = {
     "beta": "beta_fast",
     "alpha": "beta_slow",
 }
-# How the model was trained over devices, and the parts for images.
+# The parts for images, and what the other names say already.
 _UNUSED = {"vision_encoder", "multimodal", "model_type", "max_seq_len"}
+# How the model was trained over devices.
 _UNUSED_OF_EXPERTS = {"expert_parallel", "expert_model_parallel"}
 _POSITIONS = 128_000  # vLLM's default
 
@@ -73,8 +75,17 @@ _MODULES = {
 
 def is_mistral_format(folder: pathlib.Path) -> bool:
     """Return whether a folder has its weights in Mistral's own format alone."""
-    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return PARAMS in there and there.isdisjoint(OTHER_FILES)
+    return _has_any(folder, FILES) and not has_other_files(folder)
+
+
+def has_other_files(folder: pathlib.Path) -> bool:
+    """Return whether a folder has weights in the form of transformers."""
+    return _has_any(folder, OTHER_FILES)
+
+
+def _has_any(folder, names) -> bool:
+    # A broken link counts as a file, and a folder that cannot be searched as an empty one.
+    return any(os.path.lexists(folder / name) for name in names)
 
 
 def to_config(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -467,12 +467,12 @@ def _decode(model, sampling, state, limit):
 
     def step(state):
         last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
-        logits, cache = read(model, last, state.cache)
+        found, cache = read(model, last, state.cache)
         state = dataclasses.replace(state, cache=cache)
         if largest_alone:
-            token, logit = (each[:, 0] for each in logits)
+            token, logit = (each[:, 0] for each in found)
             return add_token(sampling, token, jnp.isfinite(logit), state)
-        return draw(sampling, logits[:, 0].astype(jnp.float32), state)
+        return draw(sampling, found[:, 0].astype(jnp.float32), state)
 
     read, connected = _read, find_connected_mesh(model)
     largest_alone = connected is not None and sampling.greedy and shards_logits(model)

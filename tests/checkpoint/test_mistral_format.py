@@ -109,6 +109,14 @@ def test_the_form_of_transformers_comes_first(tmp_path):
         load_model(tmp_path)
 
 
+def test_a_config_without_weights_is_that_of_transformers(tmp_path):
+    """Many of Mistral's models have both configs, and people copy these files alone."""
+    for name in ("config.json", "hf_quant_config.json"):
+        shutil.copy(SOURCE / name, tmp_path)
+    (tmp_path / "params.json").write_text("{}")
+    assert read_config(tmp_path) == read_config(SOURCE)
+
+
 def test_sizes_of_the_published_model():
     config = to_config(LARGE)
     expected = {
