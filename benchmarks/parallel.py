@@ -2,10 +2,12 @@
 
     python benchmarks/parallel.py [--devices 2 4] [--case deepseek-v3 qwen3-30b-a3b]
         [--tokens 1 16 256 4096] [--form psum tensor all_to_all ragged] [--scheme w4a16 w4a4]
-        [--smoke] [--output FILE]
+        [--peers] [--smoke] [--output FILE]
 
 In the form "psum", experts are sharded and tokens are replicated. In "tensor", each expert is cut
-and tokens are replicated. In "all_to_all" and "ragged", experts and tokens are sharded.
+and tokens are replicated. In "all_to_all" and "ragged", experts and tokens are sharded. With
+`--peers`, GPUs add up small arrays and share few tokens through each other's memory
+(`parallel.connect_peers`).
 
 A row is one call in bfloat16 under `jax.jit`, with random weights and uniform routing, as in
 `moe.py`:
@@ -15,7 +17,8 @@ A row is one call in bfloat16 under `jax.jit`, with random weights and uniform r
 * `efficiency` is the time on one device, from the same run, over n times the time on n devices.
 * `difference` is the largest difference from the result of one device, over the largest value.
 
-NVLink multicast stays off: the child processes run with NCCL_NVLS_ENABLE=0. `--smoke` runs
+NVLink multicast stays off: the child processes run with NCCL_NVLS_ENABLE=0. With `--peers`, they
+also run with CUDA_MODULE_LOADING=EAGER (`connect_peers` says why). `--smoke` runs
 everything on two CPU devices, with small sizes and meaningless times; "ragged" cannot run there.
 
 Prints a table for each case. Writes ``benchmarks/results/parallel.DEVICE.json`` after each row, so
@@ -48,6 +51,7 @@ def parse(arguments=None):
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 256, 4096])
     parser.add_argument("--form", nargs="+", default=FORMS, choices=FORMS)
     parser.add_argument("--scheme", nargs="+", default=["w4a16"])
+    parser.add_argument("--peers", action="store_true", help="connect the memory of the GPUs")
     parser.add_argument("--smoke", action="store_true", help="two CPU devices, small sizes")
     parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path)
@@ -60,6 +64,8 @@ def parse(arguments=None):
 def run(options):
     """Yield the name of the device and one row at a time; a child runs each number of devices."""
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # the children inherit it
+    if options.peers:
+        os.environ["CUDA_MODULE_LOADING"] = "EAGER"
     device = "unknown"
     for count in options.devices:
         flags = ""
@@ -69,6 +75,7 @@ def run(options):
         arguments = ["--devices", count]
         for name in ("case", "tokens", "form", "scheme"):
             arguments += [f"--{name}", *getattr(options, name)]
+        arguments += ["--peers"] * options.peers
         for line in run_contestant("sharded_layer", arguments, flags=flags):
             device = line.get("device", device)
             if "contestant" in line:

@@ -17,19 +17,18 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.cli.timing import time_program
 from jax_nvfp4_moe.ops.preparation import find_checkpoint_scheme, plan_experts
-from jax_nvfp4_moe.parallel import ExpertMesh, run_dispatched, shard_experts
+from jax_nvfp4_moe.parallel import ExpertMesh, connect_peers, run_dispatched, shard_experts
 from jax_nvfp4_moe.parallel.dispatch import choose_wire_format
+from jax_nvfp4_moe.parallel.whole_steps import from_first_device
 from jax_nvfp4_moe.scheme import Scheme
 
 
-def make_grid(form: str, devices: int) -> ExpertMesh:
+def make_grid(form: str, devices: int, peers: bool) -> ExpertMesh:
     shape = (1, devices) if form == "tensor" else (devices, 1)
     kinds = (AxisType.Auto,) * 2
-    return ExpertMesh(
-        Mesh(
-            np.array(jax.devices()[:devices]).reshape(shape), ("expert", "tensor"), axis_types=kinds
-        )
-    )
+    grid = np.array(jax.devices()[:devices]).reshape(shape)
+    mesh = ExpertMesh(Mesh(grid, ("expert", "tensor"), axis_types=kinds))
+    return connect_peers(mesh, timeout=60.0) if peers else mesh
 
 
 def sent_bytes(form, case, tokens, devices, scheme) -> float:
@@ -58,9 +57,9 @@ def _needed_rows(case, tokens, devices, own) -> float:
     return float(visits.any(axis=2).sum() / len(owner) / devices)
 
 
-def make_layer(form: str, devices: int, scheme: Scheme, case: Case):
+def make_layer(form: str, devices: int, scheme: Scheme, peers: bool, case: Case):
     """Return a function from a number of tokens to the figures of one form."""
-    expert_mesh = make_grid(form, devices)
+    expert_mesh = make_grid(form, devices, peers)
     how = {"scheme": scheme, "target": expert_mesh.target}
     whole = random_params(case)
     local = {"top_k": case.top_k, "shards": (expert_mesh.expert, expert_mesh.tensor)}
@@ -86,9 +85,10 @@ def make_layer(form: str, devices: int, scheme: Scheme, case: Case):
             weights = jnp.pad(weights, fill)
         placed = jax.device_put((xs, ids, weights), NamedSharding(expert_mesh.mesh, split))
         kept = jax.device_put((xs, ids, weights), jax.devices()[0])
-        figures, y = time_layer(over(run_one), experts, *placed)
+        figures, y = time_layer(over(run_one), experts, *placed, mesh=expert_mesh)
         alone, expected = time_layer(run_one, one, *kept)
-        nothing, _ = time_layer(over(lambda x, params, ids, weights: x), experts, *placed)
+        exchange = over(lambda x, params, ids, weights: x)
+        nothing, _ = time_layer(exchange, experts, *placed, mesh=expert_mesh)
         sent = sent_bytes(form, case, tokens, devices, scheme)
         y, expected = (np.asarray(each, np.float64) for each in (y, expected))
         return figures | {
@@ -103,12 +103,17 @@ def make_layer(form: str, devices: int, scheme: Scheme, case: Case):
     return time_tokens
 
 
-def time_layer(run, params, xs, ids, weights):
-    """Time ``run(x, params, ids, weights)``; return the figures of one call, and its result."""
+def time_layer(run, params, xs, ids, weights, mesh=None):
+    """Time ``run(x, params, ids, weights)``; return the figures of one call, and its result.
+
+    Connected GPUs start each program together, by a collective of XLA.
+    """
 
     @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
     def program(outputs, params, xs, ids, weights):
         del outputs  # donated: the new outputs take their memory
+        if mesh is not None and mesh.peers:
+            xs = [x * from_first_device(jnp.ones((), x.dtype), mesh) for x in xs[:1]] + xs[1:]
         return [run(x, params, chosen, weights) for x, chosen in zip(xs, ids, strict=True)]
 
     last = []
@@ -126,14 +131,15 @@ def main():
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--form", nargs="+", default=FORMS, choices=FORMS)
     parser.add_argument("--scheme", nargs="+", default=[Scheme.W4A16], type=Scheme)
+    parser.add_argument("--peers", action="store_true")
     arguments = parser.parse_args()
     here = nvfp4.Target.current()
     _ffi.load("_nvfp4_cuda" if here.platform == "cuda" else "_nvfp4_cpu")
     contestant.emit(device=jax.devices()[0].device_kind, devices=arguments.devices)
     for scheme in arguments.scheme:
         for form in arguments.form:
-            make = functools.partial(make_layer, form, arguments.devices, scheme)
-            name = f"{form} {scheme} x{arguments.devices}"
+            make = functools.partial(make_layer, form, arguments.devices, scheme, arguments.peers)
+            name = f"{form}{'+peers' * arguments.peers} {scheme} x{arguments.devices}"
             contestant.time_cells(name, arguments.case, arguments.tokens, make)
 
 

@@ -27,9 +27,16 @@ from jax_nvfp4_moe.nn.building.filling import fill
 from jax_nvfp4_moe.nn.building.projection_names import name_projections
 from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
-from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
+from jax_nvfp4_moe.parallel.expert_mesh import find_expert_mesh
+from jax_nvfp4_moe.parallel.partition_specs import note_shardings
+from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
 FORMATS = ("nvfp4", "fp8", "bfloat16")  # formats of linear layers beside the experts
+_SCHEMES: Mapping[str, CheckpointScheme] = {
+    "nvfp4": Scheme.W4A16,
+    "fp8": FP8ActivationScaling.WEIGHTS,
+    "bfloat16": None,
+}
 # Modules that no format changes, by parts of their names in the file.
 _UNQUANTIZED = ("lm_head", "linear_attn", "shared_expert_gate")
 _LONGEST = 1 << 18  # positions that each model accepts
@@ -69,7 +76,10 @@ class WholeModel:
         return self.layers * some / out_of
 
     def cut(self, layers: int | None) -> "WholeModel":
-        """Return the model with fewer layers. None keeps all."""
+        """Return the model with another number of layers. None keeps the number.
+
+        A model whose config lists its layers, such as nemotron3-nano, can only get fewer.
+        """
         if layers is None:
             return self
         config = {**self.config, "num_hidden_layers": layers}
@@ -286,6 +296,9 @@ MODELS = {
 class RandomWeights:
     """A `WeightTable` of a model of random values, which are made on the device.
 
+    Each value is made whole, also for a mesh, and the filling then shards it. The seed of a value
+    is its number in the order of the model's parts. Values are therefore equal on all meshes.
+
     Attributes:
       linear_weights: number of weights of all linear layers beside the experts and the head.
       absent: None, or how names of weights begin that do not exist.
@@ -313,6 +326,12 @@ class RandomWeights:
         """Return whether a weight exists: all do but those of drafting layers behind the first."""
         return self.absent is None or not prefix.startswith(self.absent)
 
+    def checkpoint_scheme(self, prefix) -> CheckpointScheme:
+        """Return the scheme of the linear layer `prefix`; None if it is not quantized."""
+        if any(part in prefix for part in _UNQUANTIZED):
+            return None
+        return _SCHEMES[self._format]
+
     def claim(self, prefix):
         """Do nothing: all drafting layers are made."""
 
@@ -333,7 +352,7 @@ class RandomWeights:
         del bias  # these models have no biases
         if "lm_head" not in prefix:
             self.linear_weights += n * k
-        if self._format == "bfloat16" or any(part in prefix for part in _UNQUANTIZED):
+        if self.checkpoint_scheme(prefix) is None:
             weight = self.array(prefix, (n, k))
             return _source(prefix, lambda: LinearWeights(weight.read(None)))
         make = {"nvfp4": _nvfp4_linear, "fp8": _fp8_linear}[self._format]
@@ -404,13 +423,13 @@ def _nvfp4_linear(key, n, k):
         jax.lax.bitcast_convert_type(exponents, jnp.float8_e4m3fn),
         jnp.float32(0.1 / math.sqrt(k)),
     )
-    return LinearWeights(weight, checkpoint_scheme=Scheme.W4A16)
+    return LinearWeights(weight, checkpoint_scheme=_SCHEMES["nvfp4"])
 
 
 def _fp8_linear(key, n, k):
     values = jax.random.normal(key, (n, k), jnp.bfloat16).astype(jnp.float8_e4m3fn)
     weight = FP8Tensor(values, jnp.full(n, 1 / math.sqrt(k), jnp.float32))
-    return LinearWeights(weight, checkpoint_scheme=FP8ActivationScaling.WEIGHTS)
+    return LinearWeights(weight, checkpoint_scheme=_SCHEMES["fp8"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,7 +439,7 @@ class Built:
     Attributes:
       model: the model.
       read_bytes: bytes of the weights that each step reads whole: not the experts, and not the
-        embedding.
+        embedding. Over a mesh, they are the bytes of the global arrays.
       linear_weights: number of weights of all linear layers beside the experts and the head.
       settings: the settings of its modules.
     """
@@ -437,9 +456,11 @@ def build_model(
     backend: str | None = None,
     fp8_cache: bool = False,
     drafts: bool = False,
+    mesh: Any = None,
 ) -> Built:
     """Make the model, one layer after the other; `drafts` adds its drafting layers.
 
+    The model is sharded over `mesh`, as by `load_model`. None, the default, makes it on one device.
     Drafting layers have linear layers of the same format, and experts in NVFP4. Published files
     often store both in bfloat16.
     """
@@ -447,7 +468,9 @@ def build_model(
     config = row.read_config(whole.config)
     # Without FP4 tensor cores, keys and values are rounded to FP8 only if the scheme says so.
     scheme = "checkpoint" if fp8_cache else None
-    settings = Settings(nvfp4.Target.current(), scheme=scheme, backend=backend)
+    expert_mesh = None if mesh is None else find_expert_mesh(mesh).automatic()
+    target = nvfp4.Target.current() if expert_mesh is None else expert_mesh.target
+    settings = Settings(target, scheme=scheme, backend=backend, expert_mesh=expert_mesh)
     weights = RandomWeights(whole.case, linear_format, fp8_cache=fp8_cache)
     make = Builder(weights, row.keys, settings)
     if drafts:
@@ -463,6 +486,8 @@ def build_model(
     read = count_bytes(nnx.state(model)) - count_bytes(model.embedding.get_value())
     read -= sum(count_bytes(module.params) for module in expert_modules(model))
     fill(model, "", make.parts, weights, settings)
+    if expert_mesh is not None:
+        note_shardings(model, expert_mesh)
     jax.block_until_ready(nnx.state(model))
     model.projection_names = name_projections(make.parts, KeyMapping(), row.renamed)
     return Built(model, read, weights.linear_weights, settings)

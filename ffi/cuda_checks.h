@@ -110,6 +110,15 @@ inline ffi::Error CheckInputCombine(const InputCombine& combine, const NormCall&
   return Expected("added", "the sum over experts that is left to this call", "another operand");
 }
 
+// Checks a sum over GPUs that the preceding call has left to the norm that reads it as `added`.
+inline ffi::Error CheckInputSum(const AllReduceCall& sum, const NormCall& norm,
+                                const ffi::AnyBuffer& added) {
+  const bool same = sum.y == added.untyped_data() && sum.type == norm.type &&
+                    sum.pieces * kPieceBytes == norm.rows * norm.h * Bytes(norm.type);
+  if (same && !running_chain.fuses) return ffi::Error::Success();
+  return Expected("added", "the sum over GPUs that is left to this call", "another operand");
+}
+
 // Checks a gated sum that the preceding call has left to the norm that reads it as `added`.
 template <typename Gated>
 ffi::Error CheckInputGated(const Gated& gated, const NormCall& norm, const ffi::AnyBuffer& added) {

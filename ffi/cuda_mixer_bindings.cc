@@ -43,6 +43,8 @@ ffi::Error AddRmsNorm(cudaStream_t stream, const Call& operands, float eps) {
   if (gated) NVFP4_RETURN_IF_ERROR(CheckInputGated(*gated, call, added));
   const auto linear_gated = running_chain.TakeWork<AddLinearGatedCall>();
   if (linear_gated) NVFP4_RETURN_IF_ERROR(CheckInputGated(*linear_gated, call, added));
+  const auto reduced = running_chain.TakeWork<AllReduceCall>();
+  if (reduced) NVFP4_RETURN_IF_ERROR(CheckInputSum(*reduced, call, added));
   if (running_chain.fuses) {
     // The kernel that computes this norm waits before it starts the next one. If a kernel of its
     // own computes it, it need not wait: the one behind it does.
@@ -55,7 +57,8 @@ ffi::Error AddRmsNorm(cudaStream_t stream, const Call& operands, float eps) {
                              : gated ? LaunchAddGatedRmsNorm(stream, call, buffers, *gated)
                              : linear_gated
                                  ? LaunchAddGatedRmsNorm(stream, call, buffers, *linear_gated)
-                                 : LaunchAddRmsNorm(stream, call, buffers);
+                             : reduced ? LaunchAllReduceRmsNorm(stream, call, buffers, *reduced)
+                                       : LaunchAddRmsNorm(stream, call, buffers);
   return FromCuda(status);
 }
 

@@ -46,7 +46,13 @@ ffi::Error AllReduce(cudaStream_t stream, const Call& operands, std::string_view
   call.y = operands.out("y");
   call.pieces = static_cast<int32_t>(bytes / kPieceBytes);
   call.group = *group;
-  call.starts_next = running_chain.StartsNext();
+  // If the work is left to a norm that has no kernel for both, the kernel of the sum need not wait:
+  // that of the norm does.
+  call.starts_next = running_chain.fuses ? running_chain.Follows() : running_chain.StartsNext();
+  if (running_chain.fuses) {
+    running_chain.work = call;
+    return ffi::Error::Success();
+  }
   return FromCuda(LaunchAllReduce(stream, call));
 }
 

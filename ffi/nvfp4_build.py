@@ -61,7 +61,7 @@ NVCC_WHEELS = (
 WHEELS_VERSION = (13, 0)
 CUTLASS_WHEEL = "nvidia-cutlass==4.2.0.0"
 # Code for 8.0 runs on 8.6 and 8.9, too, and no kernel has other code for them.
-ALL_ARCHITECTURES = "80-real;90a-real;100f-real;120f-real;80-virtual"
+ALL_ARCHITECTURES = "80;90a-real;100f-real;120f-real"
 # The major number of a compute capability -> the architecture of its kernels. Other GPUs compile
 # the intermediate code for 8.0 when they load it.
 _ARCHITECTURES = {8: "80-real", 9: "90a-real", 10: "100f-real", 12: "120f-real"}

@@ -22,6 +22,7 @@
 
 namespace nvfp4 {
 
+struct AllReduceCall;
 struct InputCombine;
 struct InputNorm;
 struct InputHeads;
@@ -354,6 +355,10 @@ cudaError_t LaunchAddGatedRmsNorm(cudaStream_t stream, const NormCall& call,
 cudaError_t LaunchAddGatedRmsNorm(cudaStream_t stream, const NormCall& call,
                                   const NormBuffers& buffers, const AddLinearGatedCall& gated);
 
+// The same, with a sum over GPUs as `added`. Its type is call.type.
+cudaError_t LaunchAllReduceRmsNorm(cudaStream_t stream, const NormCall& call,
+                                   const NormBuffers& buffers, const AllReduceCall& added);
+
 // A norm whose y is the input of a kernel that computes the norm, too.
 struct InputNorm {
   NormCall call;
@@ -643,10 +648,12 @@ struct AllReduceCall {
   bool starts_next;  // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
-// Loads the kernels of LaunchAllReduce on the current device and sets their attributes, once, and
-// says whether they may start before the kernel ahead of them has ended. LaunchAllReduce only
-// launches. While another GPU waits in a sum, the driver may hold back a thread that does more.
+// Loads the kernels of these sums on the current device and sets their attributes, once, and says
+// whether they may start before the kernel ahead of them has ended. LaunchAllReduce only launches.
+// While another GPU waits in a sum, the driver may hold back a thread that does more.
+// LaunchAllReduceRmsNorm only launches, too, unless a norm has a kernel of its own.
 cudaError_t PrepareAllReduce(bool* overlaps);
+cudaError_t PrepareAllReduceRmsNorm(bool* overlaps);
 cudaError_t LaunchAllReduce(cudaStream_t stream, const AllReduceCall& call);
 
 // What Python reads (facts.h). Records name the numbers and the sizes.

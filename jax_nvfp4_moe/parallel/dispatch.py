@@ -13,6 +13,10 @@ scale. With one scale per token, the largest value of the row travels too. Witho
 of code and scale could be off by an ulp. If every expert has its own calibrated scale, one row per
 chosen expert travels in both directions. Rows then travel unquantized if that takes fewer bytes.
 
+GPUs that `connect_peers` has connected exchange few tokens by sums through each other's memory, in
+place of collectives of XLA, which take longer to start. Each of them then gets all tokens, runs its
+experts on them, and adds up, as "psum" does.
+
 "all_to_all" uses slots of a fixed number of rows per pair of shards, on any platform. If `capacity`
 is below a shard's number of tokens, it takes several rounds, so that no row is dropped. "ragged"
 uses ``lax.ragged_all_to_all`` on GPUs, which sends no empty slots.
@@ -114,6 +118,10 @@ def run_dispatched(
             f"same tokens, got {dispatch!r}"
         )
     ids = jnp.where((expert_ids >= 0) & (expert_ids < params.num_experts), expert_ids, -1)
+    given = x, params, ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
+    if _are_few(x, ids, expert_mesh):
+        few = functools.partial(_share_few_rows, run, expert_mesh)
+        return _with_psum_gradient(few, psum)(*given)
     (t, hidden), shards = x.shape, expert_mesh.expert
     each = -(-t // expert_mesh.data)  # tokens that travel among the shards of one part of `data`
     wire = choose_wire_format(
@@ -127,7 +135,6 @@ def run_dispatched(
     near = expert_mesh.in_one_process(EXPERT)
     exchange = functools.partial(_RUNS[dispatch], capacity=capacity, near=near)
     forward = functools.partial(_send_rows, run, wire, exchange, expert_mesh)
-    given = x, params, ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
     return _with_psum_gradient(forward, psum)(*given)
 
 
@@ -155,6 +162,49 @@ def _send_rows(run, wire, exchange, expert_mesh, x, params, ids, weights):
         # A reduction may add in an order that depends on its fusion, so slots are added one by one.
         slots = jnp.unstack(y.reshape(r, -1, x.shape[1]), axis=1)
         return functools.reduce(jnp.add, slots).astype(x.dtype)
+
+    specs = (expert_specs(params, expert_mesh),)
+    return share_rows(body, expert_mesh, (x, ids, weights), params, specs=specs)
+
+
+def _are_few(x, ids, expert_mesh: ExpertMesh) -> bool:
+    """Return whether GPUs share all tokens by sums through each other's memory.
+
+    These are the sums of the tokens, and of their ids and weights.
+    """
+    rows = -(-x.shape[0] // (expert_mesh.data * expert_mesh.expert)) * expert_mesh.expert
+    sizes = (x.shape[1] * x.dtype.itemsize, 2 * ids.shape[1] * 4)
+    return all(expert_mesh.adds_up_by_peers(rows * size, EXPERT, TENSOR) for size in sizes)
+
+
+def _share_few_rows(run, expert_mesh, x, params, ids, weights):
+    """Return ``[t, h]``: share all rows of a part of `data`, run each shard, and add up.
+
+    A shard contributes its rows, and zeros for those of others, so that each sum equals one of its
+    terms. Ids are exact as float32.
+    """
+    local_experts = params.num_experts // expert_mesh.expert
+
+    def body(rows, params):
+        x, ids, weights = rows
+        me = lax.axis_index(expert_mesh.name(EXPERT))
+        first = me * x.shape[0]
+        contributes = True
+        if expert_mesh.has(TENSOR):  # its shards have the same rows
+            contributes = lax.axis_index(expert_mesh.name(TENSOR)) == 0
+
+        def share(own):
+            room = jnp.zeros((expert_mesh.expert * own.shape[0], own.shape[1]), own.dtype)
+            own = jnp.where(contributes, own, jnp.zeros_like(own))
+            placed = lax.dynamic_update_slice_in_dim(room, own, first, 0)
+            return expert_mesh.add_up(placed, EXPERT, TENSOR)
+
+        every = share(x)
+        chosen, shares = jnp.split(share(jnp.hstack([ids.astype(jnp.float32), weights])), 2, axis=1)
+        chosen = chosen.astype(jnp.int32) - me * local_experts
+        y = run(every, own_part(params, expert_mesh), chosen, shares)
+        y = expert_mesh.add_up(y, EXPERT, TENSOR)
+        return lax.dynamic_slice_in_dim(y, first, x.shape[0])
 
     specs = (expert_specs(params, expert_mesh),)
     return share_rows(body, expert_mesh, (x, ids, weights), params, specs=specs)

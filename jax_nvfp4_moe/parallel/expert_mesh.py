@@ -158,9 +158,9 @@ class ExpertMesh:
         peers = dict(self.peers).get(roles)
         return all_reduce(y, axes, peers=peers, target=self.target if peers else None)
 
-    def sums_in_chains(self, nbytes: int, role: str) -> bool:
-        """Return whether GPUs add up an array along one role by a kernel of this package."""
-        return (role,) in dict(self.peers) and nbytes in facts().PEER_BYTES
+    def adds_up_by_peers(self, nbytes: int, *roles: str) -> bool:
+        """Return whether GPUs add up an array of this size through each other's memory."""
+        return roles in dict(self.peers) and nbytes in facts().PEER_BYTES
 
     def reshard(self, array: Any, *roles: Roles) -> Any:
         """Return `array` sharded along `roles` if the mesh has Explicit axes.

@@ -275,7 +275,7 @@ def look_up(
         here = (own >= 0) & (own < table.shape[0])
         rows = read_rows(table, jnp.where(here, own, 0))
         rows = jnp.where(here[..., None], rows, jnp.zeros((), rows.dtype))
-        if expert_mesh.sums_in_chains(rows.nbytes, TENSOR):
+        if expert_mesh.adds_up_by_peers(rows.nbytes, TENSOR):
             return expert_mesh.add_up(rows, TENSOR)
         return lax.psum(rows, axis)
 
@@ -346,7 +346,7 @@ def gather_columns(
         if _OWN_COLUMNS.get():
             return own
         columns = own.shape[-1]
-        if not expert_mesh.sums_in_chains(own.nbytes * expert_mesh.tensor, TENSOR):
+        if not expert_mesh.adds_up_by_peers(own.nbytes * expert_mesh.tensor, TENSOR):
             return lax.all_gather(own, axis, axis=x.ndim - 1, tiled=True)
         zeros = jnp.zeros((*own.shape[:-1], columns * expert_mesh.tensor), own.dtype)
         first = lax.axis_index(axis) * columns

@@ -303,6 +303,21 @@ def test_a_norm_that_is_left_to_the_next_call_gets_no_work(rows, expected):
     assert find_fused(calls, []) == expected
 
 
+@pytest.mark.parametrize("rows", [1, 2, 64])
+def test_a_sum_over_gpus_is_left_to_the_norm_that_adds_it(rows):
+    """Also of one row, whose norm a layer would compute otherwise. The sum has one dimension."""
+    gated, norm = make_gated(rows)
+    flat = Value((rows * 64,), jnp.bfloat16)
+    total = Call("nvfp4_all_reduce_cuda", {}, [(flat, flat.shape)], gated.results, {})
+    _, layer = make_pair(rows)
+    operands = [(norm.results[1], (rows, 64)), layer.operands[1]]
+    calls = [total, norm, Call(layer.target, {}, operands, layer.results, {})]
+    assert find_fused(calls, []) == {0}
+    assert 0 not in find_fused(calls, total.results)  # it must be written
+    apart = [total, dataclasses.replace(norm, target="nvfp4_route_cuda")]
+    assert find_fused(apart, []) == set()
+
+
 @pytest.mark.parametrize("make", [make_pair, make_attention])
 def test_the_work_on_one_token_is_left_to_the_next_call(make):
     assert find_fused(make(), []) == {0}

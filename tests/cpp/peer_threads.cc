@@ -1,10 +1,10 @@
 // Runs the kernel of sums over GPUs (cuda/collectives/all_reduce.cuh) on threads of a CPU.
-//   peer_threads GPUS SUMS SEED [late|other]
+//   peer_threads GPUS SUMS SEED [late|other|short]
 // Each GPU has two blocks of eight threads. The sizes of the sums and the moments at which threads
 // lose their turn are random. Prints "equal" if all results are the sums in the order of the ranks,
 // with the same bits on all GPUs. With "late", the last GPU stops after half of the sums, and with
 // "other", its sums then have another size. The kernel must then end with an error, which is
-// printed.
+// printed. It waits for a minute at most, with "late" and "short" for a second.
 #include <sched.h>
 #include <unistd.h>
 
@@ -122,7 +122,8 @@ void Run(int count, int sums, int seed, const std::string& fault) {
     gpu.y.resize(kRoom / sizeof(uint4));
     gpu.call.x = gpu.x.data();
     gpu.call.y = gpu.y.data();
-    gpu.call.group = {rank, count, uint64_t{fault == "late" ? 1u : 60u} * 1000000000};
+    gpu.call.group = {rank, count,
+                      uint64_t{fault == "late" || fault == "short" ? 1u : 60u} * 1000000000};
     gpu.call.group.failure = &gpu.failure;
     for (int peer = 0; peer < count; ++peer) {
       gpu.call.group.memory[peer] = reinterpret_cast<char*>(memory[peer].data());

@@ -237,20 +237,31 @@ void cut_dense_few(int64_t rows, int64_t n, int64_t k, int type, int weight_type
 
 // Makes the emulated GPU rank `rank` of `count` GPUs, in groups of that name. The other GPUs have
 // already sent their values for the next two sums of `pieces` pieces of 16 bytes: `sent`
-// [count, pieces] by rank.
-void connect_peers(const char* groups, int rank, int count, int pieces, int type,
-                   const uint8_t* sent) {
+// [count, pieces] by rank. If `row_pieces` is not `pieces`, rows of so many have blocks of their
+// own; `by_rows` says so in the stamps.
+void connect_peers(const char* groups, int rank, int count, int pieces, int row_pieces, int by_rows,
+                   int type, const uint8_t* sent) {
   std::vector<uintptr_t> memory(count);
   for (uintptr_t& one : memory) one = AllocatePeerMemory(0, count);
   auto* const own = reinterpret_cast<char*>(memory[rank]);
-  for (int epoch = 1; epoch <= 2; ++epoch) {
-    for (int sender = 0; sender < count; ++sender) {
-      const uint64_t stamp = uint64_t{static_cast<uint32_t>(epoch)} << 32 | pieces << 8 | type;
-      for (int block = 0; block * kPeerThreads < pieces; ++block) {
-        *ArrivalIn(own, epoch % 2, block, sender) = stamp;
+  const auto send = [&](int sender, uint64_t epoch, int block, int first, int many) {
+    const int slot = static_cast<int>(epoch % 2);
+    *StampIn(own, slot, block, sender) = epoch << 32 | pieces << 8 | by_rows << 7 | type;
+    for (int thread = 0; thread < many; ++thread) {
+      uint32_t words[4];
+      std::memcpy(words, sent + (int64_t{sender} * pieces + first + thread) * kPieceBytes,
+                  sizeof(words));
+      uint64_t* const lines = LinesIn(own, count, slot, sender, block, thread);
+      for (int i = 0; i < 4; ++i) lines[i / 2 * kSecondLine + i % 2] = epoch << 32 | words[i];
+    }
+  };
+  for (int sender = 0; sender < count; ++sender) {
+    int block = 0;
+    for (int row = 0; row < pieces; row += row_pieces) {
+      for (int first = 0; first < row_pieces; first += kPeerThreads, ++block) {
+        const int many = std::min(kPeerThreads, row_pieces - first);
+        for (const uint64_t epoch : {1, 2}) send(sender, epoch, block, row + first, many);
       }
-      std::memcpy(ValuesIn(own, count, epoch % 2, sender), sent + sender * pieces * kPieceBytes,
-                  pieces * kPieceBytes);
     }
   }
   AddPeerGroup(groups, 0, rank, memory, 10.0);

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.emulation import cuda_emulation
 from support.emulation.chain_emulation import Call, Result, run_apart, run_chain
 from support.emulation.cuda_emulation import HOPPER_SHARED_BYTES, Device, call_target, emulate
 from support.extensions import cuda_calls
@@ -40,7 +41,7 @@ def call_norm(x, added, weight):
     return Call("nvfp4_add_rms_norm_cuda", (x, added, weight), results, EPS)
 
 
-def assert_fused(library, calls, *, saved, device, unread=()):
+def assert_fused(library, calls, *, saved, device, unread=(), chained=None):
     """Assert that the first of two calls, fused into the second, has the bits of both alone.
 
     If operands are unchanged since the previous kernel, the chain has a call ahead of the two.
@@ -51,6 +52,7 @@ def assert_fused(library, calls, *, saved, device, unread=()):
       saved: how many launches less the chain has.
       device: the device.
       unread: results of the first call that need not be written.
+      chained: the calls of the chain, if they differ from `calls`.
 
     Returns:
       The bytes of all results but those of `unread`.
@@ -63,7 +65,7 @@ def assert_fused(library, calls, *, saved, device, unread=()):
 
     apart, others = run_apart(library, calls, device)
     ahead = [call_norm(*make_norm(16, PAIRS[0]))] if device.unchanged else []
-    chain = [*ahead, *(call.behind(len(ahead)) for call in calls)]
+    chain = [*ahead, *(call.behind(len(ahead)) for call in chained or calls)]
     device = dataclasses.replace(device, unchanged=False)  # the chain knows what is unchanged
     together, count = run_chain(library, chain, len(ahead), device)
     assert others - (count - len(ahead)) == saved
@@ -337,6 +339,35 @@ def test_a_norm_adds_shared_experts(library, rows, h, gate, pair):
     )
     fits = h <= 8192 and h % 8 == 0 and inputs % 8 == 0 and dtype != np.float32
     assert_fused(library, calls, saved=1 if fits else 0, device=Device(H200), unread=(0,))
+
+
+# GPUs, the rank of this one, rows and width. Rows take a part of a block of the memory of peers,
+# one, and two. Those of TOO_LARGE are too wide, and more than there are blocks.
+REDUCED = [(2, 0, 1, 2048), (2, 1, 5, 64), (3, 2, 3, 4104), (8, 7, 128, 16), (2, 1, 2, 8192)]
+TOO_LARGE = [(2, 0, 2, 8208), (2, 1, 129, 16)]
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, "float32-float32"])
+@pytest.mark.parametrize(("count", "rank", "rows", "h"), [*REDUCED, *TOO_LARGE])
+def test_a_norm_adds_up_over_gpus(library, count, rank, rows, h, pair):
+    dtype, weight_dtype = (jnp.dtype(name) for name in pair.split("-"))
+    rng = np.random.default_rng(h)
+    size = 10.0 ** rng.integers(-3, 3, (count, rows, h))  # so that the order counts
+    terms = np.asarray(rng.normal(0, 1, (count, rows, h)) * size, dtype)
+    x, weight = np.asarray(rng.normal(0, 1, (rows, h)), dtype), rng.normal(1, 0.3, h)
+    fits = (count, rank, rows, h) in REDUCED and dtype != np.float32
+    own = terms[rank].reshape(-1)
+    norm = call_norm(x, x, np.asarray(weight, weight_dtype))
+    norm = dataclasses.replace(norm, operands=(x, Result(0, 0, x.shape), norm.operands[2]))
+
+    def calls(where, by_rows):
+        groups = f"{count} {rank} {rows} {h} {pair} {where}"
+        cuda_emulation.connect_peers(library, groups, rank, terms, by_rows=by_rows)
+        attributes = {"groups": groups, "size": np.int64(count)}
+        return Call("nvfp4_all_reduce_cuda", (own,), [(own.shape, dtype)], attributes), norm
+
+    options = {"saved": int(fits), "device": Device(H200), "unread": (0,)}
+    assert_fused(library, calls("apart", False), chained=calls("chained", fits), **options)
 
 
 @pytest.mark.parametrize("engine", ["sm80", "sm90"])

@@ -22,6 +22,7 @@ from support.files.given import CHECKPOINTS, EXAMPLE, PROGRAMS
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.inference import generation
+from jax_nvfp4_moe.ops import add_rms_norm, chain_calls
 from jax_nvfp4_moe.ops.all_reduce import all_reduce
 from jax_nvfp4_moe.parallel import connect_peers
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
@@ -121,6 +122,36 @@ def count_wrong(mesh, sums, sizes):
 
 def test_many_sums_with_delays_are_right(mesh):
     assert count_wrong(mesh, 32_000, (4, 1024, 2052, 4)).tolist() == [0, 0]
+
+
+# Rows and width. The last rows have a kernel of their own for the norm: too wide, and too many.
+NORMED = [(1, 2048), (1, 7168), (16, 2048), (128, 256), (2, 16384), (129, 64)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("rows", "h"), NORMED)
+def test_a_norm_in_a_chain_adds_up_with_the_same_bits(mesh, rows, h, dtype):
+    """Sums by rows and others take turns in the memory of the GPUs."""
+    rng = np.random.default_rng(h)
+    x = jnp.asarray(rng.normal(0, 1, (2, rows, h)), dtype)
+    weight, start = jnp.asarray(rng.normal(1, 0.3, h), dtype), jnp.zeros((rows, h), dtype)
+
+    def norms(y):
+        total = start
+        for _ in range(3):
+            total, y = add_rms_norm(total, mesh.add_up(y, TENSOR), weight, eps=1e-6)
+        return total, mesh.add_up(y, TENSOR)
+
+    def body(chained, x):
+        found = (chain_calls(norms) if chained else norms)(x[0])
+        return jnp.stack(found)[None]
+
+    chained, apart = (each(mesh, functools.partial(body, which)) for which in (True, False))
+    expected = np.asarray(apart(x))
+    for _ in range(CALLS):
+        np.testing.assert_array_equal(
+            np.asarray(chained(x)).view(np.uint8), expected.view(np.uint8)
+        )
 
 
 def test_more_gpus_add_up_in_the_order_of_their_ranks():

@@ -13,6 +13,7 @@ from support.devices.expert_block import block
 from support.devices.host_devices import (
     BOUND,
     call,
+    connected,
     difference,
     make_mesh,
     name_shape,
@@ -73,6 +74,40 @@ def test_a_count_of_tokens_that_shards_do_not_divide(capacity):
     found, sent = run_counted(block()(**how), tokens(21))
     assert difference(found, one_device(None)[:21]) <= BOUND
     assert sent["all-gather"] == 1
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a4"])
+@pytest.mark.parametrize(
+    ("shape", "count", "sums"), [((8, 1), 24, 2), ((2, 2), 24, 2), ((2, 1), 1, 3), ((8, 1), 21, 2)]
+)
+def test_connected_gpus_share_few_tokens_by_sums(shape, count, sums, scheme):
+    """Of the tokens with ids and weights, which XLA may join on CPUs, and of the results.
+
+    With one token, XLA also replicates the result by a sum. It gathers other numbers of rows that
+    shards do not divide.
+    """
+    eight = block(scheme=scheme)(mesh=connected(shape), dispatch="all_to_all")
+    found, sent = run_counted(eight, tokens(count))
+    assert difference(found, one_device(scheme)[:count]) <= BOUND
+    assert sent == {"all-reduce": sums} | ({"all-gather": 1} if count == 21 else {})
+
+
+def test_connected_gpus_exchange_many_tokens_as_others_do():
+    many = 2 << 20 >> 8  # of 256 bytes, which is twice what GPUs add up through their memory
+    eight = block()(mesh=connected((2, 1)), dispatch="all_to_all")
+    given = jax.ShapeDtypeStruct((many, 64), jnp.float32)
+    text = call.lower(eight, given).as_text()
+    assert text.count('"stablehlo.all_to_all"') == 2
+
+
+def test_gradients_through_few_tokens_are_those_of_one_device():
+    def loss(x, module):
+        return (module(x) ** 2).sum()
+
+    one, eight = block()(), block()(mesh=connected((2, 1)), dispatch="all_to_all")
+    x = tokens(6)
+    found, expected = (jax.jit(jax.grad(loss))(jnp.asarray(x), module) for module in (eight, one))
+    assert difference(found, expected) <= 10 * BOUND
 
 
 def test_no_token_is_not_exchanged():

@@ -8,14 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.devices.host_devices import IDS, call, collectives, difference, make_mesh
+from support.devices.host_devices import (
+    IDS,
+    call,
+    collectives,
+    connected,
+    difference,
+    make_mesh,
+)
 from support.files.given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe import add_lora, generate, load_model
 from jax_nvfp4_moe.inference import generation
-from jax_nvfp4_moe.ops.all_reduce import PeerGroups
-from jax_nvfp4_moe.parallel import find_expert_mesh
-from jax_nvfp4_moe.parallel.peers import SUMS
 from jax_nvfp4_moe.parallel.tensor_parallel import find_largest
 from jax_nvfp4_moe.parallel.whole_steps import (
     find_connected_mesh,
@@ -37,12 +41,6 @@ CASES = [
     for folder, shapes in MODELS.items()
     for shape in shapes
 ]
-
-
-def connected(shape):
-    """Return a mesh like that of `connect_peers`. The kernels of CPUs know no such sums."""
-    peers = tuple((roles, PeerGroups("not there", 2)) for roles in SUMS)
-    return dataclasses.replace(find_expert_mesh(make_mesh(shape)), peers=peers)
 
 
 def load(folder, mesh=None, **options):

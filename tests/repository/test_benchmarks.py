@@ -34,6 +34,7 @@ from flax import nnx
 from moe_cases import CASES, Ceilings
 from provenance import write_page
 from rich.console import Console
+from support.devices.host_devices import make_mesh
 from support.devices.young_objects import collects_new_objects_alone
 from support.files.given import user_environment
 
@@ -209,6 +210,27 @@ def test_a_dense_model_reads_its_mlps_and_no_experts():
     assert floor["experts"] == 0
     assert floor["dense"] == pytest.approx(built.read_bytes / 4.24e6)
     assert whole_model.prefill_floor(whole, built, 1, 2048, H200)["experts"] == 0
+
+
+@pytest.mark.eight_devices
+def test_random_weights_do_not_depend_on_the_mesh():
+    """Each value is made whole from its own seed, and then sharded."""
+    whole = whole_model.MODELS["tiny"]
+    # Along `tensor`, each shard needs whole blocks of 16 of the intermediate channels.
+    case = dataclasses.replace(whole.case, intermediate=64)
+    config = {**whole.config, "moe_intermediate_size": 64}
+    whole = dataclasses.replace(whole, case=case, config=config)
+    ids = np.random.default_rng(0).integers(0, config["vocab_size"], (2, 8), np.int32)
+    alone = whole_model.build_model(whole, "nvfp4").model
+    logits = np.asarray(alone(ids))
+    for shape in ((2, 1), (1, 2)):
+        model = whole_model.build_model(whole, "nvfp4", mesh=make_mesh(shape)).model
+        (module,) = whole_model.expert_modules(model)
+        packed = module.params.get_value().down.packed
+        assert packed.addressable_shards[0].data.size == packed.size / 2
+        np.testing.assert_array_equal(model.embedding.get_value(), alone.embedding.get_value())
+        # Activations are bfloat16, and a mesh adds up in another order.
+        np.testing.assert_allclose(model(ids), logits, rtol=0, atol=0.02 * np.abs(logits).max())
 
 
 def test_step_floor_adds_what_a_step_reads(tiny):
@@ -467,6 +489,29 @@ def test_scripts_that_start_others_run(script, arguments, tmp_path):
     assert len(written["rows"]) == {"moe.py": 2, "parallel.py": 2, "long_text.py": 3}.get(script, 1)
     if script == "moe.py":
         assert (tmp_path / "result.png").exists()
+
+
+@pytest.mark.slow
+def test_a_model_with_random_weights_is_decoded_over_meshes(tmp_path):
+    output = tmp_path / "result.json"
+    command = [sys.executable, HERE / "decode_parallel.py", "--commit", "abc", "--output", output]
+    options = "--model tiny-dense --layers 2 --mesh 1x1 1x2 --batch 1 --prompt 8 --new 4"
+    process = subprocess.run(
+        [*command, *options.split(), "--prefill", "16"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=user_environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    written = json.loads(output.read_text())
+    assert [row["mesh"] for row in written["rows"]] == ["1x1", "1x2"]
+    assert all((row["model"], row["layers"]) == ("tiny-dense", 2) for row in written["rows"])
+    assert all(len(bytes.fromhex(row["tokens_sha256"])) == 32 for row in written["rows"])
+    found = [(row["mesh"], row["devices"], row["prefill"]) for row in written["prefill"]]
+    assert found == [("1x1", 1, 16), ("1x2", 2, 16)]
+    assert all(row["first_token_ms"] > 0 for row in written["prefill"])
 
 
 @pytest.mark.parametrize(

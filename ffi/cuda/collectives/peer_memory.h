@@ -3,9 +3,12 @@
 // Each GPU of a group allocates one piece of memory, which the other GPUs write. It has these
 // parts:
 //
-//   epochs    [blocks]              how many sums each block has finished; only this GPU uses it
-//   arrivals  [2, blocks, senders]  stamps of the sums whose values have arrived
-//   values    [2, senders, bytes]   the values
+//   epochs    [blocks]                how many sums each block has finished; only this GPU uses it
+//   stamps    [2, blocks, senders]    which sums the other GPUs have begun
+//   lines     [2, senders, 2 bytes]   the values
+//
+// A line of 16 bytes has two numbers of 64 bits. Each of them has 4 bytes of values, and above them
+// the epoch of the sum.
 //
 // The memory is zeros before the first sum. Its size and the sums that fit do not depend on a
 // program, so that it is allocated once, and CUDA graphs may hold its addresses.
@@ -40,24 +43,31 @@ struct PeerGroup {
   bool overlaps;            // what PrepareAllReduce has found on this GPU
 };
 
-constexpr int64_t kArrivalsOffset = 512;
-constexpr int64_t kValuesOffset =
-    kArrivalsOffset + 2 * kPeerBlocks * kMaxPeers * int64_t{sizeof(uint64_t)};
-static_assert(kPeerBlocks * sizeof(uint32_t) <= kArrivalsOffset && kValuesOffset % 256 == 0);
+constexpr int64_t kStampsOffset = 512;
+constexpr int64_t kLinesOffset =
+    kStampsOffset + 2 * kPeerBlocks * kMaxPeers * int64_t{sizeof(uint64_t)};
+static_assert(kPeerBlocks * sizeof(uint32_t) <= kStampsOffset && kLinesOffset % 256 == 0);
 
-constexpr int64_t PeerMemoryBytes(int count) { return kValuesOffset + 2 * count * kMaxPeerBytes; }
+constexpr int64_t PeerMemoryBytes(int count) {
+  return kLinesOffset + 2 * count * 2 * kMaxPeerBytes;
+}
 
 NVFP4_HOST_DEVICE uint32_t* EpochIn(char* memory, int block) {
   return reinterpret_cast<uint32_t*>(memory) + block;
 }
 
-NVFP4_HOST_DEVICE uint64_t* ArrivalIn(char* memory, int slot, int block, int sender) {
-  return reinterpret_cast<uint64_t*>(memory + kArrivalsOffset) +
+NVFP4_HOST_DEVICE uint64_t* StampIn(char* memory, int slot, int block, int sender) {
+  return reinterpret_cast<uint64_t*>(memory + kStampsOffset) +
          (slot * kPeerBlocks + block) * kMaxPeers + sender;
 }
 
-NVFP4_HOST_DEVICE char* ValuesIn(char* memory, int count, int slot, int sender) {
-  return memory + kValuesOffset + (int64_t{slot} * count + sender) * kMaxPeerBytes;
+// The first line of a thread. Its second one is kSecondLine numbers behind it: neighboring threads
+// write neighboring lines.
+constexpr int kSecondLine = 2 * kPeerThreads;
+NVFP4_HOST_DEVICE uint64_t* LinesIn(char* memory, int count, int slot, int sender, int block,
+                                    int thread) {
+  char* const lines = memory + kLinesOffset + (int64_t{slot} * count + sender) * 2 * kMaxPeerBytes;
+  return reinterpret_cast<uint64_t*>(lines) + 2 * (2 * block * kPeerThreads + thread);
 }
 
 }  // namespace nvfp4

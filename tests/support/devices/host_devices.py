@@ -1,6 +1,7 @@
 """Utilities for tests over a mesh of eight CPU devices: meshes, collectives and comparisons."""
 
 import collections
+import dataclasses
 import re
 
 import jax
@@ -10,6 +11,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.tree_util import keystr
+
+from jax_nvfp4_moe.ops.all_reduce import PeerGroups
+from jax_nvfp4_moe.parallel import find_expert_mesh
+from jax_nvfp4_moe.parallel.peers import SUMS
 
 SHAPES = ((8, 1), (4, 2), (2, 4), (1, 2))
 # Sharding changes the order of float32 sums: each all-reduce adds up to eight terms. Logits pass
@@ -34,6 +39,12 @@ def make_mesh(shape, kind=AxisType.Auto, names=("expert", "tensor")):
     """Return a mesh of the first devices."""
     devices = jax.devices()[: int(np.prod(shape))]
     return jax.make_mesh(shape, names, (kind,) * len(names), devices=devices)
+
+
+def connected(shape):
+    """Return a mesh like that of `connect_peers`. The kernels of CPUs know no such sums."""
+    peers = tuple((roles, PeerGroups("not there", 2)) for roles in SUMS)
+    return dataclasses.replace(find_expert_mesh(make_mesh(shape)), peers=peers)
 
 
 def collectives(compiled):

@@ -23,10 +23,11 @@ _CODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result of an earlier call of the chain, as an operand."""
+    """A result of an earlier call of the chain, as an operand, in a shape of its own if given."""
 
     call: int
     index: int
+    shape: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Call:
     def behind(self, count: int) -> "Call":
         """Return this call in a chain with `count` calls ahead of it."""
         operands = [
-            Result(x.call + count, x.index) if isinstance(x, Result) else x for x in self.operands
+            dataclasses.replace(x, call=x.call + count) if isinstance(x, Result) else x
+            for x in self.operands
         ]
         return dataclasses.replace(self, operands=operands)
 
@@ -63,7 +65,7 @@ def run_apart(library, calls: Sequence[Call], device: Device):
     """Run each call by itself. Return the results of each one, and the number of all launches."""
     found, launches = [], 0
     for call in calls:
-        operands = [found[x.call][x.index] if isinstance(x, Result) else x for x in call.operands]
+        operands = [_find(x, found) if isinstance(x, Result) else x for x in call.operands]
 
         def run(*operands, call=call):
             own = jax.ffi.ffi_call(
@@ -74,6 +76,12 @@ def run_apart(library, calls: Sequence[Call], device: Device):
         found.append(emulate(library, run, *operands, device=device))
         launches += library.launch_count()
     return found, launches
+
+
+def _find(result, found):
+    """Return a result, in the shape in which it is read."""
+    array = found[result.call][result.index]
+    return array if result.shape is None else array.reshape(result.shape)
 
 
 def run_chain(library, calls: Sequence[Call], fused: int, device: Device):
@@ -97,7 +105,8 @@ def run_chain(library, calls: Sequence[Call], fused: int, device: Device):
         for index, x in enumerate(call.operands):
             if isinstance(x, Result):
                 at = int(starts[x.call]) + x.index
-                numbers += _describe(1, at, likes[at])
+                shape = x.shape or likes[at].shape
+                numbers += _describe(1, at, jax.ShapeDtypeStruct(shape, likes[at].dtype))
                 continue
             place = places.index(id(x))
             numbers += _describe(0, place, x)

@@ -335,17 +335,18 @@ def pack_groups(library, starts, slots, scales, weight_rows, k, scaled):
     return found | {name: found[name].view(np.int64) for name in ("strides", "offsets")}
 
 
-def connect_peers(library, groups, rank, sent):
+def connect_peers(library, groups, rank, sent, *, by_rows=False):
     """Make the emulated GPU rank `rank` of connected GPUs, in groups of that name.
 
     `sent` are arrays by rank, of one shape and dtype. The other GPUs have sent theirs for the next
-    two sums.
+    two sums: the emulation runs each kernel twice. With `by_rows`, blocks are rows.
     """
     sent = np.stack(sent)
     pieces = sent[0].nbytes // 16
+    row = sent[0, 0].nbytes // 16 if by_rows else pieces
     kind = _TYPES[sent.dtype.name]
     data = sent.ctypes.data_as(ctypes.c_void_p)
-    library.connect_peers(groups.encode(), rank, len(sent), pieces, kind, data)
+    library.connect_peers(groups.encode(), rank, len(sent), pieces, row, int(by_rows), kind, data)
 
 
 def route(library, router: Router, logits, bias=None):

@@ -7,10 +7,18 @@
 
 namespace nvfp4 {
 
-inline void StoreRelease(uint64_t* target, uint64_t value) { *target = value; }
-inline uint64_t LoadAcquire(const uint64_t* source) {
+inline void StoreForPeer(uint64_t* target, uint64_t value) { *target = value; }
+inline void StorePairForPeer(uint64_t* target, uint64_t first, uint64_t second) {
+  target[0] = first;
+  target[1] = second;
+}
+inline uint64_t LoadOfPeer(const uint64_t* source) {
   emulation::Yield();
   return *source;
+}
+inline void LoadPairOfPeer(const uint64_t* source, uint64_t* first, uint64_t* second) {
+  *first = LoadOfPeer(source);
+  *second = source[1];
 }
 inline uint64_t Nanoseconds() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);

@@ -7,13 +7,21 @@
 
 namespace nvfp4 {
 
-inline void StoreRelease(uint64_t* target, uint64_t value) {
+inline void StoreForPeer(uint64_t* target, uint64_t value) {
   threads::MayWait();
-  __atomic_store_n(target, value, __ATOMIC_RELEASE);
+  __atomic_store_n(target, value, __ATOMIC_RELAXED);
 }
-inline uint64_t LoadAcquire(const uint64_t* source) {
+inline void StorePairForPeer(uint64_t* target, uint64_t first, uint64_t second) {
+  StoreForPeer(target + 1, second);
+  StoreForPeer(target, first);
+}
+inline uint64_t LoadOfPeer(const uint64_t* source) {
   threads::MayWait();
-  return __atomic_load_n(source, __ATOMIC_ACQUIRE);
+  return __atomic_load_n(source, __ATOMIC_RELAXED);
+}
+inline void LoadPairOfPeer(const uint64_t* source, uint64_t* first, uint64_t* second) {
+  *first = LoadOfPeer(source);
+  *second = LoadOfPeer(source + 1);
 }
 inline uint64_t Nanoseconds() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
