@@ -99,27 +99,30 @@ def decode_parallel() -> str:
 
 
 def decode_peers() -> str:
-    """Return the table of steps with and without connected memory, as factors over one GPU."""
+    """Return the table of whole models with and without connected memory, as factors over one GPU.
+
+    A cell is empty if nobody has measured it.
+    """
     rows = records.read_rows("decode_parallel_peers.NVIDIA-H200")
-    times_us = {}
+    runs = {row["run"]["command"]: row["run"] for row in rows}
+    times: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
-        of_run = times_us.setdefault(row["run"]["command"], {})
-        of_run[row["mesh"], row["batch"]] = row["step_us"]
-    lines = []
-    for batch in sorted({row["batch"] for row in rows}):
-        factors = {
-            mesh: of_run["1x1", batch] / us
-            for of_run in times_us.values()
-            for (mesh, own), us in of_run.items()
-            if own == batch
-        }
-        cells = (f"{factors[mesh]:.2f}" for mesh in ("2x1", "2x1+peers", "1x2", "1x2+peers"))
-        lines.append((f"relative speed at batch {batch}", *cells))
-    headings = (
-        "",
-        *("along `expert`, NCCL", "along `expert`, connected"),
-        *("along `tensor`, NCCL", "along `tensor`, connected"),
-    )
+        key = records.TITLES[row["model"]], f"decoding, batch {row['batch']}"
+        times.setdefault(key, {})[row["mesh"]] = row["step_us"]
+    for run in runs.values():
+        for row in run["prefill"]:
+            key = records.TITLES[row["model"]], f"prompt of {row['prefill']} tokens"
+            times.setdefault(key, {})[row["mesh"]] = row["first_token_ms"]
+    meshes = {
+        "1x2": "along `tensor`, NCCL",
+        "1x2+peers": "along `tensor`, connected",
+        "2x1+peers": "along `expert`, connected",
+    }
+    lines = [
+        (*key, *(f"{own['1x1'] / own[mesh]:.2f}" if mesh in own else "" for mesh in meshes))
+        for key, own in sorted(times.items(), key=lambda item: item[0][0])
+    ]
+    headings = "model", "relative speed", *meshes.values()
     return records.table(headings, lines) + records.sources(rows, "One or two")
 
 

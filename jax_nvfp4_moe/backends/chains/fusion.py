@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 from jax_nvfp4_moe.backends.chains.calls import Call, Value
@@ -18,7 +17,6 @@ class _Fusion:
       axis: axis of the first of these results.
       lengths: the lengths that this axis may have.
       unwritten: index of a result that no kernel writes then; None if all are written.
-      comes_first: whether the next call is left alone for that, if it could be fused, too.
     """
 
     targets: frozenset[str]
@@ -26,7 +24,6 @@ class _Fusion:
     axis: int
     lengths: range
     unwritten: int | None = None
-    comes_first: bool = False
 
 
 _ONE = range(1, 2)
@@ -65,19 +62,11 @@ _FUSIONS = {
             frozenset({"nvfp4_add_rms_norm_cuda"}), {1: 0}, axis=0, lengths=_SEVERAL, unwritten=0
         ),
     ),
-    # A norm adds up what it adds over GPUs. One block computes it, while the blocks of a linear layer
-    # would all wait for the other GPUs.
-    "nvfp4_all_reduce_cuda": _Fusion(
-        frozenset({"nvfp4_add_rms_norm_cuda"}),
-        {1: 0},
-        axis=0,
-        lengths=_ANY,
-        unwritten=0,
-        comes_first=True,
-    ),
-    # A norm adds shared experts to the routed ones.
+    # A norm adds shared experts to the routed ones, and adds up what it adds over GPUs. If there is
+    # one row and a linear layer behind the norm, that layer computes the norm: on two H200s, a step
+    # of 16 layers then takes 529 us, and 535 us if the norm adds up over the GPUs instead.
     **dict.fromkeys(
-        ("nvfp4_add_gated_cuda", "nvfp4_add_linear_gated_cuda"),
+        ("nvfp4_add_gated_cuda", "nvfp4_add_linear_gated_cuda", "nvfp4_all_reduce_cuda"),
         _Fusion(frozenset({"nvfp4_add_rms_norm_cuda"}), {1: 0}, axis=0, lengths=_ANY, unwritten=0),
     ),
 }
@@ -95,27 +84,16 @@ def find_fused(calls: Sequence[Call], wanted: Sequence[Value]) -> frozenset[int]
     Returns:
       Their indices.
     """
-    readers = collections.Counter(wanted)
+    fused, readers = set(), collections.Counter(wanted)
     readers.update(value for call in calls for value in {value for value, _ in call.operands})
-    pairs = [
-        (not rule.comes_first, -index)
-        for index, (call, following) in enumerate(itertools.pairwise(calls))
-        if (rule := _FUSIONS.get(call.target)) and _applies(rule, call, following, readers)
-    ]
-    fused, alone = set(), set()
-    for _, opposite in sorted(pairs):
-        index = -opposite
-        if index not in alone and index + 1 not in fused:
+    for index in reversed(range(len(calls) - 1)):
+        call, following = calls[index : index + 2]
+        rule = _FUSIONS.get(call.target)
+        if rule is None or following.target not in rule.targets or index + 1 in fused:
+            continue
+        read = [following.operands[operand][0] for operand in rule.operands]
+        written = [call.results[result] for result in rule.operands.values()]
+        is_private = rule.unwritten is None or readers[call.results[rule.unwritten]] == 1
+        if read == written and written[0].shape[rule.axis] in rule.lengths and is_private:
             fused.add(index)
-            alone.add(index + 1)
     return frozenset(fused)
-
-
-def _applies(rule, call, following, readers):
-    """Return whether a call may be fused into the one that follows it."""
-    if following.target not in rule.targets:
-        return False
-    read = [following.operands[operand][0] for operand in rule.operands]
-    written = [call.results[result] for result in rule.operands.values()]
-    is_private = rule.unwritten is None or readers[call.results[rule.unwritten]] == 1
-    return read == written and written[0].shape[rule.axis] in rule.lengths and is_private
