@@ -6,9 +6,10 @@ has its own copy of the weights. Axes without a role are left alone: what lies o
 replicated. Names of axes are those of the roles, unless the user gives others.
 """
 
+import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,22 @@ EXPERT, TENSOR, DATA = ROLES = "expert", "tensor", "data"
 Roles = str | tuple[str, ...] | None
 # The mesh whose shards run the function that is traced, in `ExpertMesh.shard_whole`.
 _INSIDE: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("inside", default=None)
+# Whether `ExpertMesh.add_up` leaves the terms as they are, in `left_apart`.
+_APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
+
+
+@contextlib.contextmanager
+def left_apart(condition: bool) -> Iterator[None]:
+    """Let `ExpertMesh.add_up` return the term of each device, if `condition` holds.
+
+    The caller adds up what it computes from several of these terms, once. Use it in the program of
+    each device only (`ExpertMesh.shard_whole`).
+    """
+    token = _APART.set(condition)
+    try:
+        yield
+    finally:
+        _APART.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +169,10 @@ class ExpertMesh:
     def add_up(self, y: jax.Array, *roles: str) -> jax.Array:
         """Return the sum of `y` over the shards along `roles`, in float32, in the dtype of `y`.
 
-        Call it inside of `shard_map`.
+        Call it inside of `shard_map`. In `left_apart`, it returns `y`.
         """
+        if _APART.get():
+            return y
         axes = tuple(self.name(role) for role in roles if self.has(role))
         peers = dict(self.peers).get(roles)
         return all_reduce(y, axes, peers=peers, target=self.target if peers else None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ pytestmark = pytest.mark.eight_devices
 # Folder -> the shapes (expert, tensor) of meshes that divide its model.
 MODELS = {
     EXAMPLE: [(2, 1), (1, 2), (2, 2)],
-    CHECKPOINTS / "qwen3_5_moe-modelopt-w4a16": [(2, 1)],  # recurrent states, shared experts
+    # Recurrent states, and shared experts with a gate.
+    CHECKPOINTS / "qwen3_5_moe-modelopt-w4a16": [(2, 1), (1, 3)],
     CHECKPOINTS / "deepseekv3-modelopt-w4a4": [(1, 2)],  # latent attention, shared experts
 }
 CASES = [
@@ -62,6 +64,26 @@ def test_a_step_of_each_device_has_the_logits_of_the_whole_program(folder, shape
         assert difference(one, other) < 1e-5 or not np.any(other)
     compiled = own.lower(model, ids[:, -1:], cache).compile()
     assert set(collectives(compiled)) <= {"all-reduce", "all-gather"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "sums"),
+    [
+        # Attention and experts of three layers, the embedding and the logits.
+        ("deepseekv3-modelopt-w4a4", (1, 2), 3 * 2 + 2),
+        # Routed experts of two layers. All devices have the shared ones.
+        ("deepseekv3-modelopt-w4a4", (2, 1), 2),
+        # Experts of two layers. Three devices divide neither the heads nor the vocabulary.
+        ("qwen3_5_moe-modelopt-w4a16", (1, 3), 2),
+    ],
+)
+def test_each_block_adds_up_once(name, shape, sums):
+    """Routed and shared experts add up together."""
+    model = load(CHECKPOINTS / name, connected(shape))
+    ids = jnp.asarray(IDS[:, -1:] % model.config.vocab_size)
+    step = on_each_device(generation._read, find_connected_mesh(model))
+    program = str(jax.make_jaxpr(step)(model, ids, model.init_cache(*ids.shape)))
+    assert len(re.findall(r"\bpsum(?:_invariant)?\[", program)) == sums
 
 
 @pytest.mark.parametrize(("folder", "shape"), CASES)

@@ -34,8 +34,14 @@ from jax_nvfp4_moe.numerics.tensor import (
 )
 from jax_nvfp4_moe.ops.gating import add_gated, add_linear_gated
 from jax_nvfp4_moe.parallel import find_expert_mesh, share_rows
-from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context, replicate
-from jax_nvfp4_moe.parallel.tensor_parallel import run_by_rows
+from jax_nvfp4_moe.parallel.expert_mesh import (
+    TENSOR,
+    ExpertMesh,
+    check_context,
+    left_apart,
+    replicate,
+)
+from jax_nvfp4_moe.parallel.tensor_parallel import TensorParallel, run_by_rows
 from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme, Target
 
 
@@ -415,24 +421,50 @@ class NVFP4MoE(nnx.Module):
             # the GEMM of the router. It could then no longer overlap with the all-reduce, or the
             # combine, of the routed experts.
             own, chosen = jax.lax.optimization_barrier((x, chosen))
-        if self.latent is None:
-            y = self.experts(x, *chosen)
-        else:
-            inner = self.experts(self._on_own_tokens(self.latent.down, x), *chosen)
-            y = self._on_own_tokens(self.latent.up, inner).astype(self.dtype)
+        apart = self._adds_up_once
+        with left_apart(apart):
+            y = self._run_routed(x, chosen)
         if self.shared_experts is None:
             return y
         # Over a mesh the arrays are sharded, and a call of a kernel would gather them.
         plain_gate = None if on_mesh else self._find_plain_gate()
         with jax.named_scope("shared_experts"):
-            shared = self._on_own_tokens(self.shared_experts, own).astype(self.dtype)
+            with left_apart(apart):
+                shared = self._on_own_tokens(self.shared_experts, own).astype(self.dtype)
             if plain_gate is not None:
                 record(plain_gate, own)  # as the call of the module would
                 weight = plain_gate.weight.get_value().reshape(-1)
-                return add_linear_gated(y, own, weight, shared, target=self.target)
-            gate = None if self.shared_gate is None else self.shared_gate(own).astype(self.dtype)
-        return add_gated(
-            y, gate, shared, target=self.target, backend="reference" if on_mesh else None
+                y = add_linear_gated(y, own, weight, shared, target=self.target)
+            else:
+                gate = self.shared_gate
+                gate = None if gate is None else gate(own).astype(self.dtype)
+                backend = "reference" if on_mesh else None
+                y = add_gated(y, gate, shared, target=self.target, backend=backend)
+        return self.experts.expert_mesh.add_up(y, TENSOR) if apart else y
+
+    def _run_routed(self, x, chosen):
+        """Return the result of the routed experts, with the latent projections around them."""
+        if self.latent is None:
+            return self.experts(x, *chosen)
+        inner = self.experts(self._on_own_tokens(self.latent.down, x), *chosen)
+        return self._on_own_tokens(self.latent.up, inner).astype(self.dtype)
+
+    @property
+    def _adds_up_once(self):
+        """Whether devices add up routed and shared experts together, in place of one by one.
+
+        Each device then has a term of both. The gate of the shared experts is the same on all
+        devices. Along `expert`, devices share the routed experts alone.
+        """
+        mesh, shared = self.experts.expert_mesh, self.shared_experts
+        return (
+            mesh is not None
+            and mesh.is_inside
+            and mesh.expert == 1
+            and self.latent is None
+            and isinstance(shared, TensorParallel)
+            and shared.expert_mesh is not None
+            and type(shared).finish is TensorParallel.finish
         )
 
     @property
