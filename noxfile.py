@@ -98,13 +98,13 @@ def site(session):
 @nox.session
 def smoke(session):
     """Run the tests of the fast gate."""
-    _test(session, "--cases", "2", "-m", "not slow and not notebook", *SMOKE)
+    _test(session, "--cases", "1", "-m", "not slow and not notebook", *SMOKE)
 
 
 @nox.session
 def tests(session):
     """Run the tests of the README's command."""
-    _test(session, "--cases", "2", "-m", "not slow and not notebook")
+    _test(session, "--cases", "1", "-m", "not slow and not notebook")
 
 
 @nox.session

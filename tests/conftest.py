@@ -10,6 +10,7 @@ import itertools
 import os
 import pathlib
 import shutil
+import zlib
 
 import jax
 import jaxlib
@@ -217,7 +218,7 @@ def pytest_addoption(parser):
         "--cases",
         type=int,
         metavar="N",
-        help="run at most N cases of each test, at equal distances",
+        help="run at most N cases of each test, spread over all of them",
     )
     parser.addoption(
         "--must-run",
@@ -345,7 +346,8 @@ def _leave_one_of_each_reason(config, items):
 def _leave_some_cases(config, items):
     """Keep as many cases of each test as `--cases` says, at equal distances.
 
-    Most tests have a case for each family, form or shape, and most faults show in any of them.
+    Most tests have a case for each family, form or shape, and most faults show in any of them. The
+    name of a test says which case is the first, so that all tests together have most families.
     Tests with the marker `every_case` keep all cases.
     """
     most = config.getoption("--cases")
@@ -356,10 +358,11 @@ def _leave_some_cases(config, items):
         if not item.get_closest_marker("every_case"):
             tests[item.nodeid.partition("[")[0]].append(item)
     left = set()
-    for cases in tests.values():
-        count = len(cases)
-        kept = {cases[number * count // most] for number in range(most)} if count > most else cases
-        left.update(set(cases) - set(kept))
+    for name, cases in tests.items():
+        count, first = len(cases), zlib.crc32(name.encode())
+        if count > most:
+            kept = {cases[(first + number * count // most) % count] for number in range(most)}
+            left.update(set(cases) - kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
 

@@ -56,6 +56,7 @@ def chain_calls(function: Callable) -> Callable:
 
     For one token, some kernels do the work of the call ahead of them, too. A linear layer
     normalizes its row (`ops.add_rms_norm`), and attention prepares its heads (`ops.prepare_heads`).
+    For several tokens, a norm adds up the results of experts or of connected GPUs.
 
     A chain has kernels that follow each other and depend on nothing but each other's results and
     on arrays that exist before. Any other operation on a result, such as a matrix product by XLA,

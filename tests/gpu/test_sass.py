@@ -141,7 +141,7 @@ def own(code, arch):
 
 def listed(extension, kind):
     """Return the architectures that have code of `kind`, with their suffixes."""
-    return set(re.findall(rf"Fatbin {kind} code:\n=+\narch = (\w+)", run(extension)))
+    return set(re.findall(rf"Fatbin {kind} code:\n=+\narch = (\w+)", run("cuobjdump", extension)))
 
 
 def test_cubins_are_those_of_the_list(extension):
@@ -178,7 +178,9 @@ FEW_STATIC_BYTES = {
 @pytest.mark.parametrize("kernel", FEW_STATIC_BYTES)
 def test_few_slots_have_the_static_shared_memory_that_is_counted(extension, kernel):
     ours = FEW_STATIC_BYTES[kernel]
-    _, *cubins = re.split(r"^arch = ", run("--dump-resource-usage", extension), flags=re.MULTILINE)
+    _, *cubins = re.split(
+        r"^arch = ", run("cuobjdump", "--dump-resource-usage", extension), flags=re.MULTILINE
+    )
     found = {}
     for cubin in cubins:
         sizes = re.findall(rf"Function \S*{kernel}I\S*:\s.* SHARED:(\d+)", cubin)
