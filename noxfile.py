@@ -42,6 +42,7 @@ KERNELS = (
     "tests/emulation",
     "tests/backends/test_deviceless.py",
     "tests/backends/test_deviceless_exchange.py",
+    "tests/backends/test_deviceless_peers.py",
     "tests/gpu/test_sass_mixers.py",
 )
 

@@ -13,7 +13,7 @@ from jax_nvfp4_moe.ops.records import RECORDS
 _PLATFORMS = {"cuda": "GPU", "cpu": "CPU"}
 # Parts of the CPU extension that need instructions which not all CPUs have.
 _INSTRUCTIONS = {"attention_amx": "AMX-BF16", "attention_avx512": "AVX512-BF16"}
-_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32"}
 # Sizes with the limit of another size of the same op, which the table names.
 _REPEATED = re.compile(r"first column|stride|width of part \d")
 # No model has more rows or columns than this.

@@ -250,7 +250,35 @@ ffi::Error Route(cudaStream_t stream, const Call& operands, std::string_view sco
   const RouterBuffers buffers = {operands.in("logits"), operands.in_or_null("bias"),
                                  operands.out<int32_t>("expert_ids"),
                                  operands.out<float>("expert_weights")};
+  if (running_chain.fuses) {
+    running_chain.work = InputRoute{call, buffers};
+    return ffi::Error::Success();
+  }
   return FromCuda(LaunchRoute(stream, call, buffers));
+}
+
+constexpr Operand kShiftIdsOperands[] = {
+    {"ids", kS32, "[t, k]"},
+    {"first", kS32, "[]"},
+    {"shifted", kS32, "[t, k]", kResult},
+};
+
+ffi::Error ShiftIds(cudaStream_t stream, const Call& operands) {
+  const int64_t t = operands.size("t"), top_k = operands.size("k");
+  NVFP4_RETURN_IF_ERROR(
+      operands.Check({AtMost("t (ids)", t, kMaxRows), AtMost("k (ids)", top_k, kMaxTopK)}));
+  const auto *ids = operands.in<int32_t>("ids"), *first = operands.in<int32_t>("first");
+  std::optional<InputRoute> route = running_chain.TakeWork<InputRoute>();
+  if (!route) {
+    return FromCuda(LaunchShiftIds(stream, {ids, first, operands.out<int32_t>("shifted"), t * top_k,
+                                            running_chain.StartsNext()}));
+  }
+  if (route->buffers.expert_ids != ids || route->call.t != t || route->call.top_k != top_k) {
+    return Expected("ids", "those of the router that is left to this call", "another operand");
+  }
+  route->buffers.expert_ids = operands.out<int32_t>("shifted");
+  route->buffers.first = first;
+  return FromCuda(LaunchRoute(stream, route->call, route->buffers));
 }
 
 #define NVFP4_MOE_ATTRIBUTES                      \
@@ -284,6 +312,7 @@ const std::vector<NamedHandler>& CudaHandlers() {
                           GroupedGemm<EngineKind::kSm120>, NVFP4_GROUPED_GEMM_ATTRIBUTES),
         NVFP4_CUDA_TARGET("nvfp4_quantize_cuda", kQuantizeOperands, Quantize,
                           .Attr<std::string_view>("scale_layout")),
+        NVFP4_CUDA_TARGET("nvfp4_shift_ids_cuda", kShiftIdsOperands, ShiftIds, ),
         NVFP4_CUDA_TARGET("nvfp4_route_cuda", kRouteOperands, Route,
                           .Attr<std::string_view>("score")
                               .Attr<bool>("select_logits")

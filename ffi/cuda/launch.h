@@ -187,13 +187,31 @@ struct RouterCall {
 };
 
 struct RouterBuffers {
-  const float* logits;    // [t, e]
-  const float* bias;      // [e] or null
-  int32_t* expert_ids;    // [t, top_k]; best first
-  float* expert_weights;  // [t, top_k]
+  const float* logits;             // [t, e]
+  const float* bias;               // [e] or null
+  int32_t* expert_ids;             // [t, top_k]; best first
+  float* expert_weights;           // [t, top_k]
+  const int32_t* first = nullptr;  // []: what ids are counted from; null for 0
 };
 
 cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& buffers);
+
+// A router whose ids are shifted by the call that reads them.
+struct InputRoute {
+  RouterCall call;
+  RouterBuffers buffers;
+};
+
+// shifted = ids - first, of `count` ids.
+struct ShiftIdsCall {
+  const int32_t* ids;
+  const int32_t* first;  // []
+  int32_t* shifted;
+  int64_t count;
+  bool starts_next = false;  // whether the next kernel may start at once (launch_kernel.cuh)
+};
+
+cudaError_t LaunchShiftIds(cudaStream_t stream, const ShiftIdsCall& call);
 
 // The widest key and value of attention, and the number of which each width is a multiple.
 constexpr int64_t kMaxHeadWidth = 256, kHeadWidthFactor = 8;

@@ -1,4 +1,4 @@
-"""`route`: from router logits to the experts of each token and their weights."""
+"""`route`: from router logits to the experts of each token and their weights; `shift_ids`."""
 
 import dataclasses
 import functools
@@ -82,6 +82,23 @@ def route(
     return on_auto_axes(run)(logits.astype(jnp.float32), bias)
 
 
+def shift_ids(
+    ids: Int32[Array, "t top_k"], first: Int32[Array, ""], *, target: Target | None = None
+) -> Int32[Array, "t top_k"]:
+    """Return ``ids - first``: the ids of experts, counted from the first one of a device.
+
+    On a GPU it is a call of a chain (`ops.chain_calls`). The kernel of the router does its work, if
+    nothing else reads the ids of the router.
+
+    Args:
+      ids: ids of experts.
+      first: what they are counted from.
+      target: where the op runs.
+    """
+    plan = find_plan("shift_ids", target=target, dtype="int32", top_k=ids.shape[1])
+    return plan.lower(ids, first)
+
+
 def _route(lower, router, logits, bias):
     """Return the ids, and the weights with their derivative."""
     logits, bias = vary_together((logits, bias))
@@ -148,6 +165,11 @@ def _lower(ffi_target, router, logits, bias):
     return ids, weights
 
 
+def _lower_shift(ffi_target, ids, first):
+    """Lower `shift_ids` to an FFI target."""
+    return kernel_call(ffi_target, jax.ShapeDtypeStruct(ids.shape, ids.dtype))(ids, first)
+
+
 ROUTE_CUDA = Backend(
     "route_cuda",
     {"route": Kernel(_lower, "nvfp4_route_cuda")},
@@ -156,7 +178,16 @@ ROUTE_CUDA = Backend(
     max_experts="MAX_EXPERTS",
     max_top_k="MAX_TOP_K",
 )
+SHIFT_IDS_CUDA = Backend(
+    "shift_ids_cuda",
+    {"shift_ids": Kernel(_lower_shift, "nvfp4_shift_ids_cuda")},
+    (CUDA,),
+    dtypes=("int32",),
+    max_top_k="MAX_TOP_K",
+    status="emulated",
+)
 
 
-BACKENDS = (ROUTE_CUDA,)
+BACKENDS = (ROUTE_CUDA, SHIFT_IDS_CUDA)
 MEANINGS = {"route": routing.route}
+OF_XLA = {"shift_ids": jnp.subtract}

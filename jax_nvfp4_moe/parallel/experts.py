@@ -33,6 +33,7 @@ from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.ops.low_rank import AdaptedExperts
+from jax_nvfp4_moe.ops.routing import shift_ids
 from jax_nvfp4_moe.parallel.expert_mesh import (
     EXPERT,
     TENSOR,
@@ -217,7 +218,10 @@ def run_sharded(
     def body(x, params, ids, weights):
         ids = ids.astype(jnp.int32)
         if expert_mesh.expert > 1:
-            ids = ids - lax.axis_index(expert_mesh.name(EXPERT)) * params.num_experts
+            first = lax.axis_index(expert_mesh.name(EXPERT)) * params.num_experts
+            # In the program of each device, the router and the experts are calls of one chain.
+            chained = expert_mesh.is_inside
+            ids = shift_ids(ids, first, target=expert_mesh.target) if chained else ids - first
         y = run(x, own_part(params, expert_mesh), ids, weights)
         return expert_mesh.add_up(y, EXPERT, TENSOR)
 

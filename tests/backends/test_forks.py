@@ -319,6 +319,15 @@ def test_a_sum_over_gpus_is_left_to_the_norm_that_adds_it(rows, expected):
     assert find_fused(apart, []) == set()
 
 
+def test_ids_that_are_shifted_are_left_to_the_shift():
+    logits, ids, weights, first, shifted = (Value((3, 4), jnp.int32) for _ in range(5))
+    route = Call("nvfp4_route_cuda", {}, [(logits, logits.shape)], [ids, weights], {})
+    operands = [(ids, ids.shape), (first, ())]
+    calls = [route, Call("nvfp4_shift_ids_cuda", {}, operands, [shifted], {})]
+    assert find_fused(calls, [weights]) == {0}
+    assert find_fused(calls, [ids]) == set()  # it must be written
+
+
 @pytest.mark.parametrize("make", [make_pair, make_attention])
 def test_the_work_on_one_token_is_left_to_the_next_call(make):
     assert find_fused(make(), []) == {0}

@@ -341,6 +341,32 @@ def test_a_norm_adds_shared_experts(library, rows, h, gate, pair):
     assert_fused(library, calls, saved=1 if fits else 0, device=Device(H200), unread=(0,))
 
 
+@pytest.mark.parametrize("unchanged", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("t", "e", "top_k"), [(1, 128, 8), (37, 64, 6), (5, 300, 1)])
+def test_a_router_counts_ids_from_the_first_of_its_gpu(library, t, e, top_k, score, unchanged):
+    rng = np.random.default_rng(e)
+    logits, bias = np.float32(rng.normal(0, 1, (t, e))), np.float32(rng.normal(0, 1, e))
+    attributes = {
+        "score": score,
+        "select_logits": False,
+        "renormalize": True,
+        "num_groups": np.int32(1),
+        "groups_kept": np.int32(1),
+        "scaling": np.float32(2.5),
+    }
+    chosen = ((t, top_k), np.int32), ((t, top_k), np.float32)
+    route = Call("nvfp4_route_cuda", (logits, bias), chosen, attributes)
+    shift = Call("nvfp4_shift_ids_cuda", (Result(0, 0), np.int32(e // 2)), chosen[:1])
+    device = Device(H200, unchanged=unchanged)
+    found = assert_fused(library, (route, shift), saved=1, device=device, unread=(0,))
+    ids = np.frombuffer(found[-1], np.int32)
+    assert ids.min() < 0
+    expected = np.argsort(-(1 / (1 + np.exp(-logits)) + bias), axis=1)[:, :top_k] - e // 2
+    if score == "sigmoid":
+        np.testing.assert_array_equal(np.sort(ids.reshape(t, top_k)), np.sort(expected))
+
+
 # GPUs, the rank of this one, rows and width. Rows take a part of a block of the memory of peers,
 # one, and two. Those of TOO_LARGE are too wide, and more than there are blocks.
 REDUCED = [(2, 0, 1, 2048), (2, 1, 5, 64), (3, 2, 3, 4104), (8, 7, 128, 16), (2, 1, 2, 8192)]

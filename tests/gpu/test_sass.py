@@ -94,6 +94,7 @@ START_FIRST = (
     "PrepareLatents",
     "AllReduce",
     "AllReduceRmsNorm",
+    "ShiftIds",
 )
 # Sums over GPUs, which end with an error if another GPU does not come.
 SUMS = r"9AllReduceI|16AllReduceRmsNormI"

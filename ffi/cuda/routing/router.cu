@@ -193,11 +193,12 @@ __device__ __forceinline__ Softmax ChoiceKeys(const RouterCall& call, const floa
   return softmax;
 }
 
-// Stores choice `lane` of a token: expert `mine`, with its logit. Whole warps call it.
+// Stores choice `lane` of a token: expert `mine`, counted from `first`, with its logit. Whole warps
+// call it.
 template <RouterScore kScore>
 __device__ __forceinline__ void Finish(const RouterCall& call, const RouterBuffers& p,
-                                       int64_t token, int lane, int mine, float logit,
-                                       Softmax softmax) {
+                                       int64_t token, int lane, int mine, int32_t first,
+                                       float logit, Softmax softmax) {
   const bool chosen = lane < call.top_k;
   if (call.select_logits && kScore == RouterScore::kSoftmax) {
     const float only[1] = {logit};
@@ -206,7 +207,7 @@ __device__ __forceinline__ void Finish(const RouterCall& call, const RouterBuffe
   float weight = chosen ? Score<kScore>(logit, softmax) : 0.0f;
   if (call.renormalize) weight = Divide(weight, WarpSum(weight) + kTiny);
   if (!chosen) return;
-  p.expert_ids[token * call.top_k + lane] = mine;
+  p.expert_ids[token * call.top_k + lane] = mine - first;
   p.expert_weights[token * call.top_k + lane] = weight * call.scaling;
 }
 
@@ -219,6 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1) Route(const RouterCall call, cons
   WaitForPrecedingKernel();
   StartNextKernel();
   if (token >= call.t) return;
+  const int32_t first = p.first == nullptr ? 0 : *p.first;
   const float* logits = p.logits + token * call.e;
   uint32_t keys[kPerLane];
   Softmax softmax = ChoiceKeys<kPerLane, kScore>(call, logits, p.bias, keys, lane);
@@ -232,7 +234,13 @@ __global__ void __launch_bounds__(kThreads, 1) Route(const RouterCall call, cons
   }
 
   const float logit = lane < call.top_k ? logits[mine] : -INFINITY;
-  Finish<kScore>(call, p, token, lane, mine, logit, softmax);
+  Finish<kScore>(call, p, token, lane, mine, first, logit, softmax);
+}
+
+__global__ void __launch_bounds__(kThreads) ShiftIds(const ShiftIdsCall p) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  WaitAndStartNextKernel(p.starts_next);
+  if (at < p.count) p.shifted[at] = p.ids[at] - *p.first;
 }
 
 // Launches the instance that needs the fewest registers to hold all experts.
@@ -257,6 +265,11 @@ cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const Route
       return LaunchRouteOf<1, RouterScore::kSqrtSoftplus>(stream, call, p);
   }
   return cudaErrorInvalidValue;
+}
+
+cudaError_t LaunchShiftIds(cudaStream_t stream, const ShiftIdsCall& call) {
+  const dim3 grid(static_cast<unsigned>(CeilDiv(call.count, kThreads)));
+  return LaunchWide(stream, grid, kThreads, 0, /*overlaps=*/true, ShiftIds, call);
 }
 
 }  // namespace nvfp4

@@ -62,6 +62,10 @@ _FUSIONS = {
             frozenset({"nvfp4_add_rms_norm_cuda"}), {1: 0}, axis=0, lengths=_SEVERAL, unwritten=0
         ),
     ),
+    # A router counts the ids of experts from the first one of its GPU.
+    "nvfp4_route_cuda": _Fusion(
+        frozenset({"nvfp4_shift_ids_cuda"}), {0: 0}, axis=0, lengths=_ANY, unwritten=0
+    ),
     # A norm adds shared experts to the routed ones, and adds up what it adds over GPUs. If there is
     # one row and a linear layer behind the norm, that layer computes the norm: on two H200s, a step
     # of 16 layers then takes 529 us, and 535 us if the norm adds up over the GPUs instead.
