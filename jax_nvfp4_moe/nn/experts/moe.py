@@ -421,15 +421,15 @@ class NVFP4MoE(nnx.Module):
             # the GEMM of the router. It could then no longer overlap with the all-reduce, or the
             # combine, of the routed experts.
             own, chosen = jax.lax.optimization_barrier((x, chosen))
-        apart = self._adds_up_once
-        with left_apart(apart):
+        together = self._mesh_of_one_sum
+        with left_apart(together is not None):
             y = self._run_routed(x, chosen)
         if self.shared_experts is None:
             return y
         # Over a mesh the arrays are sharded, and a call of a kernel would gather them.
         plain_gate = None if on_mesh else self._find_plain_gate()
         with jax.named_scope("shared_experts"):
-            with left_apart(apart):
+            with left_apart(together is not None):
                 shared = self._on_own_tokens(self.shared_experts, own).astype(self.dtype)
             if plain_gate is not None:
                 record(plain_gate, own)  # as the call of the module would
@@ -440,7 +440,7 @@ class NVFP4MoE(nnx.Module):
                 gate = None if gate is None else gate(own).astype(self.dtype)
                 backend = "reference" if on_mesh else None
                 y = add_gated(y, gate, shared, target=self.target, backend=backend)
-        return self.experts.expert_mesh.add_up(y, TENSOR) if apart else y
+        return y if together is None else together.add_up(y, TENSOR)
 
     def _run_routed(self, x, chosen):
         """Return the result of the routed experts, with the latent projections around them."""
@@ -450,22 +450,18 @@ class NVFP4MoE(nnx.Module):
         return self._on_own_tokens(self.latent.up, inner).astype(self.dtype)
 
     @property
-    def _adds_up_once(self):
-        """Whether devices add up routed and shared experts together, in place of one by one.
+    def _mesh_of_one_sum(self) -> ExpertMesh | None:
+        """The mesh whose devices add up routed and shared experts together, or None.
 
         Each device then has a term of both. The gate of the shared experts is the same on all
         devices. Along `expert`, devices share the routed experts alone.
         """
         mesh, shared = self.experts.expert_mesh, self.shared_experts
-        return (
-            mesh is not None
-            and mesh.is_inside
-            and mesh.expert == 1
-            and self.latent is None
-            and isinstance(shared, TensorParallel)
-            and shared.expert_mesh is not None
-            and type(shared).finish is TensorParallel.finish
-        )
+        if mesh is None or not mesh.is_inside or mesh.expert > 1 or self.latent is not None:
+            return None
+        if not isinstance(shared, TensorParallel) or shared.expert_mesh is None:
+            return None
+        return mesh if type(shared).finish is TensorParallel.finish else None
 
     @property
     def _spans_devices(self):
