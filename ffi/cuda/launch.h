@@ -666,7 +666,7 @@ struct AllReduceCall {
   bool starts_next;  // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
-// Loads the kernels of these sums on the current device and sets their attributes, once, and says
+// Loads the kernels of these sums on the current device, and sets their attributes, once. It says
 // whether they may start before the kernel ahead of them has ended. LaunchAllReduce only launches.
 // While another GPU waits in a sum, the driver may hold back a thread that does more.
 // LaunchAllReduceRmsNorm only launches, too, unless a norm has a kernel of its own.

@@ -220,17 +220,16 @@ def test_random_weights_do_not_depend_on_the_mesh():
     case = dataclasses.replace(whole.case, intermediate=64)
     config = {**whole.config, "moe_intermediate_size": 64}
     whole = dataclasses.replace(whole, case=case, config=config)
-    ids = np.random.default_rng(0).integers(0, config["vocab_size"], (2, 8), np.int32)
     alone = whole_model.build_model(whole, "nvfp4").model
-    logits = np.asarray(alone(ids))
     for shape in ((2, 1), (1, 2)):
         model = whole_model.build_model(whole, "nvfp4", mesh=make_mesh(shape)).model
-        (module,) = whole_model.expert_modules(model)
+        (module,), (whole_module,) = map(whole_model.expert_modules, (model, alone))
         packed = module.params.get_value().down.packed
         assert packed.addressable_shards[0].data.size == packed.size / 2
         np.testing.assert_array_equal(model.embedding.get_value(), alone.embedding.get_value())
-        # Activations are bfloat16, and a mesh adds up in another order.
-        np.testing.assert_allclose(model(ids), logits, rtol=0, atol=0.02 * np.abs(logits).max())
+        # Each shard along `tensor` has its rows and columns in an order of its own.
+        own, other = (np.asarray(m.params.get_value().down.packed) for m in (module, whole_module))
+        np.testing.assert_array_equal(*(np.sort(x, axis=None) for x in (own, other)))
 
 
 def test_step_floor_adds_what_a_step_reads(tiny):

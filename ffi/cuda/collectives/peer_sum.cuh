@@ -15,9 +15,9 @@
 // when the kernel of e - 2 there had ended. That GPU thus no longer reads the slot of e - 2, which
 // is that of e.
 //
-// The wait for another GPU is bounded. After that time, and if the other GPU adds up an array of
-// another size or type, the kernel writes the reason to memory of the host, and ends with an error.
-// A stamp for each block says which array a GPU adds up.
+// The wait for another GPU is bounded. A stamp for each block says which array a GPU adds up. If
+// the time is over, or if the other GPU adds up another array, the kernel ends with an error.
+// Before that, it writes the reason to memory of the host.
 //
 // Needs: the GPUs run the same sums in the same order, one at a time. Chains run no sum in parallel
 // with other calls (backends/chains/forks.py).

@@ -66,9 +66,9 @@ _FUSIONS = {
     "nvfp4_route_cuda": _Fusion(
         frozenset({"nvfp4_shift_ids_cuda"}), {0: 0}, axis=0, lengths=_ANY, unwritten=0
     ),
-    # A norm adds shared experts to the routed ones, and adds up what it adds over GPUs. If there is
-    # one row and a linear layer behind the norm, that layer computes the norm: on two H200s, a step
-    # of 16 layers then takes 529 us, and 535 us if the norm adds up over the GPUs instead.
+    # A norm adds shared experts to the routed ones, and adds up what it adds over GPUs. If a linear
+    # layer behind the norm takes one row, that layer computes the norm. On two H200s, a step of 16
+    # layers then takes 529 us, and 535 us if the norm adds up over the GPUs instead.
     **dict.fromkeys(
         ("nvfp4_add_gated_cuda", "nvfp4_add_linear_gated_cuda", "nvfp4_all_reduce_cuda"),
         _Fusion(frozenset({"nvfp4_add_rms_norm_cuda"}), {1: 0}, axis=0, lengths=_ANY, unwritten=0),
