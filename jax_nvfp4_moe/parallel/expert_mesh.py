@@ -36,10 +36,11 @@ _APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=F
 def left_apart(condition: bool) -> Iterator[None]:
     """Let `ExpertMesh.add_up` return the term of each device, if `condition` holds.
 
-    The caller adds up what it computes from several of these terms, once. Use it in the program of
-    each device only (`ExpertMesh.shard_whole`).
+    The caller adds up what it computes from several of these terms, once. In another block whose
+    condition holds, the terms stay apart in any case. Use it in the program of each device only
+    (`ExpertMesh.shard_whole`).
     """
-    token = _APART.set(condition)
+    token = _APART.set(condition or _APART.get())
     try:
         yield
     finally:

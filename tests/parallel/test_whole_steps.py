@@ -21,6 +21,7 @@ from support.files.given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe import add_lora, generate, load_model
 from jax_nvfp4_moe.inference import generation
+from jax_nvfp4_moe.parallel.expert_mesh import left_apart
 from jax_nvfp4_moe.parallel.tensor_parallel import find_largest
 from jax_nvfp4_moe.parallel.whole_steps import (
     find_connected_mesh,
@@ -95,6 +96,14 @@ def test_generate_gives_the_tokens_of_one_device(folder, shape):
         prompt = ids % model.config.vocab_size
         found.append(np.asarray(generate(model, prompt, max_new_tokens=6, stop_ids=())))
     np.testing.assert_array_equal(*found)
+
+
+def test_terms_stay_apart_in_an_inner_block_too():
+    mesh, term = connected((1, 2)), jnp.ones(4)
+    with left_apart(True), left_apart(False):
+        assert mesh.add_up(term, "tensor") is term
+    with left_apart(False), pytest.raises(NameError, match="tensor"):  # a sum, outside of a mesh
+        mesh.add_up(term, "tensor")
 
 
 def test_other_programs_start_together_too():

@@ -3,9 +3,12 @@
 // Each GPU of a group allocates one piece of memory, which the other GPUs write. It has these
 // parts:
 //
-//   epochs    [blocks]                how many sums each block has finished; only this GPU uses it
-//   stamps    [2, blocks, senders]    which sums the other GPUs have begun
-//   lines     [2, senders, 2 bytes]   the values
+//   epochs    [blocks]
+//   stamps    [2, blocks, senders]
+//   lines     [2, senders, 2 bytes]
+//
+// An epoch says how many sums a block has finished. Only the GPU itself uses its epochs. Stamps say
+// which sums the other GPUs have begun. Lines have the values.
 //
 // A line of 16 bytes has two numbers of 64 bits. Each of them has 4 bytes of values, and above them
 // the epoch of the sum.

@@ -57,9 +57,6 @@ struct PeerSum {
 
   __device__ __forceinline__ int slot() const { return static_cast<int>(epoch % 2); }
 
-  // Whether this thread compares the stamp of another GPU.
-  __device__ __forceinline__ bool Compares(int peer) const { return thread == peer; }
-
   // Sends the values of this thread to all other GPUs.
   __device__ __forceinline__ void Send(const uint4& values) const {
     const int rank = group.rank, count = group.count;
@@ -81,7 +78,7 @@ struct PeerSum {
     char* const own = group.memory[group.rank];
     const uint64_t* lines = LinesIn(own, group.count, slot(), sender, block, thread);
     const uint64_t* arrival = StampIn(own, slot(), block, sender);
-    const bool compares = Compares(sender);
+    const bool compares = thread == sender;  // one thread of each block reads the stamp of a GPU
     uint64_t begin = 0;
     for (uint32_t looks = 1;; ++looks) {
       uint64_t words[4] = {stamp, stamp, stamp, stamp};
