@@ -101,27 +101,30 @@ def decode_parallel() -> str:
 def decode_peers() -> str:
     """Return the table of whole models with and without connected memory, as factors over one GPU.
 
-    A cell is empty if nobody has measured it.
+    A factor is that of the newest run. A cell is empty if nobody has measured it.
     """
     rows = records.read_rows("decode_parallel_peers.NVIDIA-H200")
     runs = {row["run"]["command"]: row["run"] for row in rows}
-    times: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        key = records.TITLES[row["model"]], f"decoding, batch {row['batch']}"
-        times.setdefault(key, {})[row["mesh"]] = row["step_us"]
+    factors: dict[tuple[str, str], dict[str, float]] = {}
     for run in runs.values():
-        for row in run["prefill"]:
-            key = records.TITLES[row["model"]], f"prompt of {row['prefill']} tokens"
-            times.setdefault(key, {})[row["mesh"]] = row["first_token_ms"]
+        found = [(f"decoding, batch {row['batch']}", row["step_us"], row) for row in run["rows"]]
+        found += [
+            (f"prompt of {row['prefill']} tokens", row["first_token_ms"], row)
+            for row in run["prefill"]
+        ]
+        one = {what: time for what, time, row in found if row["mesh"] == "1x1"}
+        for what, time, row in found:
+            title = TITLES[row["model"]].replace("4 layers", f"{row['layers']} layers")
+            factors.setdefault((title, what), {})[row["mesh"]] = one[what] / time
     meshes = {
         "1x2": "along `tensor`, NCCL",
         "1x2+peers": "along `tensor`, connected",
         "2x1+peers": "along `expert`, connected",
     }
-    lines = [
-        (*key, *(f"{own['1x1'] / own[mesh]:.2f}" if mesh in own else "" for mesh in meshes))
-        for key, own in sorted(times.items(), key=lambda item: item[0][0])
-    ]
+    lines = (
+        (*cell, *(f"{own[mesh]:.2f}" if mesh in own else "" for mesh in meshes))
+        for cell, own in factors.items()
+    )
     headings = "model", "relative speed", *meshes.values()
     return records.table(headings, lines) + records.sources(rows, "One or two")
 
@@ -179,13 +182,36 @@ def verifying() -> str:
         for found in row["drafts"]
         if found["draft"] == "guess"
     ]
-    headings = "model", "batch", "draft tokens", "time of a step / of a plain step", "us a step"
+    found: dict[tuple[str, int], dict[int, Row]] = {}
+    for row in records.newest(rows, ("model", "batch", "drafts")):
+        found.setdefault((TITLES[row["model"]], row["batch"]), {})[row["drafts"]] = row
+    counts = sorted({row["drafts"] for row in rows})
+    headings = "model", "batch", *(f"{count} draft token" + "s" * (count > 1) for count in counts)
+    lines = (
+        (*cell, *(_over_plain(own.get(count)) for count in counts)) for cell, own in found.items()
+    )
+    return records.table(headings, lines) + records.sources(rows)
+
+
+def _over_plain(row: Row | None) -> str:
+    """Return the time of a step with drafts over that of a plain step, and in us, or nothing."""
+    return "" if row is None else f"{row['over_plain_step']:.2f} x ({row['step_us']:,.0f} us)"
+
+
+def training() -> str:
+    """Return the table of training steps of LoRA on whole models."""
+    rows = records.read_rows("train.NVIDIA-H200")
+    headings = (
+        *("model", "layers", "tokens/s", "step, ms", "forward pass, ms"),
+        *("weights and adapters, GB", "peak memory, GB"),
+    )
     lines = (
         (
-            *(TITLES[row["model"]], row["batch"], row["drafts"]),
-            *(f"{row['over_plain_step']:.2f} x", f"{row['step_us']:,.0f}"),
+            *(TITLES[row["model"]], row["layers"], f"{row['tokens_per_s']:,.0f}"),
+            *(f"{row['step_ms']:.0f}", f"{row['forward_ms']:.0f}"),
+            *(f"{row['weights_gb']:.1f}", f"{row['peak_gb']:.1f}"),
         )
-        for row in records.newest(rows, ("model", "batch", "drafts"))
+        for row in records.newest(rows, ("model", "layers"))
     )
     return records.table(headings, lines) + records.sources(rows)
 
@@ -310,6 +336,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "all_reduce": all_reduce,
     "verifying": verifying,
     "drafts": drafts,
+    "training": training,
     "prefill": prefill,
     "prefill_beside_peers": prefill_beside_peers,
     "prefill_batch": prefill_batch,

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import records
 from records import RESULTS
 
 # The forms of `benchmarks/parallel.py` in the order of the tables. All but "tensor" shard the layer
@@ -56,6 +57,24 @@ def layer_with_source(case: str) -> str:
     return f"{layer(case)}\nBoth tables: NVIDIA H200, {'; '.join(places)}.\n"
 
 
+def few_tokens() -> str:
+    """Return the table of expert layers over two GPUs for few tokens, with connected memory or not.
+
+    Cells are factors over one GPU.
+    """
+    rows = records.read_rows("parallel_few.NVIDIA-H200")
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for row in rows:
+        form, _, peers = row["contestant"].split()[0].partition("+")
+        label = f"`{form}`, {'connected' if peers else 'NCCL'}"
+        factor = f"{row['one_device_us'] / row['us']:.2f}"
+        found.setdefault((records.TITLES[row["case"]], label), {})[row["tokens"]] = factor
+    tokens = sorted({row["tokens"] for row in rows})
+    headings = "layer of", "form", *(f"{count} token" + "s" * (count > 1) for count in tokens)
+    lines = ((*key, *map(found[key].get, tokens)) for key in sorted(found))
+    return records.table(headings, lines) + records.sources(rows, "One or two")
+
+
 def balance() -> str:
     """Return the table of how evenly placement loads the devices."""
     result = _read("balance")
@@ -96,6 +115,7 @@ def load_processes() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "parallel_layer_deepseek": functools.partial(layer, "deepseek-v3"),
     "parallel_layer_qwen": functools.partial(layer_with_source, "qwen3-30b-a3b"),
+    "parallel_few": few_tokens,
     "balance": balance,
     "load_processes": load_processes,
 }

@@ -184,7 +184,6 @@ SHIFT_IDS_CUDA = Backend(
     (CUDA,),
     dtypes=("int32",),
     max_top_k="MAX_TOP_K",
-    status="emulated",
 )
 
 
