@@ -25,8 +25,9 @@ With `--draft`, steps with drafts are timed in the same cells: "mtp" drafts with
 layers, and "guess" with tokens that take no time, so that a step is that of verifying alone. The
 drafts of random weights are hardly ever right. So the second table has the time of a step, and the
 tokens a second that it gives at published acceptances (`STATED`), which were not measured here.
-With "mtp", `--draft-head` lists the heads that make drafts, as for `load_model`: "exact", or a copy
-in NVFP4 or FP8. By default it is the copy in NVFP4.
+The programs of a cell are compiled side by side. With "mtp", `--draft-head` lists the heads that
+make drafts, as for `load_model`: "exact", or a copy in NVFP4 or FP8. By default it is the copy in
+NVFP4.
 
 `--llama` and `--transformers` time the same cells with llama.cpp and with transformers
 (`model_peers.py`). The table then says how many times as fast as each of them a step is. Writes
@@ -269,7 +270,7 @@ def run_drafts(model, prompt, new: int, how: Drafting):
 
 def draft_row(draft: str, count: int, run, plain_us: float) -> dict:
     """Return the row of a number of drafts, whose programs have run once."""
-    run(count)  # makes the graphs of a process that compiled beside other programs
+    run(count)  # the second run of a program makes its CUDA graph
     times = []
     for _ in range(ROUNDS):
         seconds, state = run(count)

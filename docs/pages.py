@@ -184,6 +184,7 @@ PAGES = {
             "parallel.placement.Placement",
             "parallel.placement.imbalance",
             "parallel.peers.connect_peers",
+            "parallel.whole_steps.start_together",
             "parallel.processes.join",
             "parallel.processes.make_mesh",
             "parallel.processes.is_first",

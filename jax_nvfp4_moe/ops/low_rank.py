@@ -25,7 +25,7 @@ from jax_nvfp4_moe.numerics.varying import vary_together
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.experts.meaning import find_groups
 
-_BLOCK = 64  # the most rows of one expert that are multiplied at once
+_BLOCK = 32  # the most slots of a block; the last block of an expert is half empty on average
 
 
 @jax.tree_util.register_dataclass
@@ -128,30 +128,57 @@ def _multiply(x, matrix):
     )
 
 
-class SortedSlots(NamedTuple):
-    """The slots of a call, sorted by their expert. Slot ``t * k + j`` is token t's j-th expert.
+class ExpertBlocks(NamedTuple):
+    """The slots of a call at places in blocks. Slot ``t * k + j`` is token t's j-th expert.
+
+    All slots of a block have the same expert. The blocks are in the order of their experts, and the
+    last block of an expert may have places without a slot.
 
     Attributes:
-      order: int32 ``[m]``, the slots in the order of their experts. Slots without one come last.
-      back: int32 ``[m]``, the place of each slot in that order.
-      experts: int32 ``[m]``, the expert of each sorted slot; the number of experts for none.
-      sizes: int32 ``[e]``, the number of slots of each expert.
+      slots: int32 ``[g * s]``, the slot at each place of g blocks; the number of slots for none.
+      places: int32 ``[m]``, the place of each slot; ``g * s`` for a slot without an expert.
+      owners: int32 ``[g]``, the expert of each block.
+      sizes: int32 ``[e]``, the number of places of each expert.
     """
 
-    order: jax.Array
-    back: jax.Array
-    experts: jax.Array
+    slots: jax.Array
+    places: jax.Array
+    owners: jax.Array
     sizes: jax.Array
 
+    @property
+    def experts(self) -> jax.Array:
+        """The expert of each place, int32 ``[g * s]``."""
+        return jnp.repeat(self.owners, self.slots.shape[0] // max(self.owners.shape[0], 1))
 
-def sort_by_expert(expert_ids: Int[Array, "t k"], num_experts: int) -> SortedSlots:
-    """Sort slots by their expert. Ids that are out of range stand for no expert."""
+
+def block_by_expert(expert_ids: Int[Array, "t k"], num_experts: int) -> ExpertBlocks:
+    """Sort slots by their expert into blocks. Ids that are out of range stand for no expert.
+
+    There are enough blocks for any ids, so that their number is static. With few slots for each
+    expert, a block has one place.
+    """
+    m, e = expert_ids.size, num_experts
+    size = max(1, min(m // e, _BLOCK))
+    count = (m + (size - 1) * min(e, m)) // size  # an expert may fill its last block with one slot
     flat = expert_ids.reshape(-1)
-    flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts).astype(jnp.int32)
+    flat = jnp.where((flat >= 0) & (flat < e), flat, e).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    back = jnp.argsort(order).astype(jnp.int32)
-    sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
-    return SortedSlots(order, back, flat[order], sizes)
+    numbers = jnp.zeros(e, jnp.int32).at[flat].add(1, mode="drop")
+    starts = jnp.cumsum(numbers) - numbers
+    blocks = -(-numbers // size)
+    ends = jnp.cumsum(blocks)
+    owners = jnp.minimum(find_groups(ends, count), e - 1)
+
+    of_block = starts - (ends - blocks) * size  # place minus this: its slot in `order`
+    place = jnp.arange(count * size, dtype=jnp.int32)
+    owner = jnp.repeat(owners, size)
+    sorted_slot = place + of_block[owner]
+    taken = sorted_slot < (starts + numbers)[owner]
+    slots = jnp.where(taken, order.at[sorted_slot].get(mode="clip"), m)
+    # Places without a slot are written nowhere, and slots without a place keep what is there.
+    places = jnp.full(m, count * size, jnp.int32).at[slots].set(place, mode="drop")
+    return ExpertBlocks(slots, places, owners, blocks * size)
 
 
 def _move(rows, there, back, copies=1) -> Array:
@@ -192,43 +219,58 @@ def _moved_back(copies, kept, bar):
 _moved.defvjp(_moved_ahead, _moved_back)
 
 
-def grouped_low_rank(
-    rows: Float[Array, "m k"], pair: LowRank, slots: SortedSlots
-) -> Float[Array, "m n"]:
-    """Return ``scale * (row @ a[e].T) @ b[e].T`` for sorted rows, in float32.
+def _repeat(matrices, owners) -> Array:
+    """Return ``matrices[owners]``, with a derivative that adds in the same order in every run.
 
-    The rows of each expert are divided into blocks, and the last one is padded. All blocks are
-    multiplied by the matrices of their experts in one batched product. The work is therefore
-    proportional to the number of rows and not to the number of experts.
+    The derivative of XLA's gather adds in any order on GPUs. This one multiplies by zeros and ones,
+    in float32.
 
     Args:
-      rows: rows in the order of `slots`.
-      pair: the matrices of all experts.
-      slots: the experts of the rows. Rows without an expert give zeros.
+      matrices: float32 ``[e, r, k]``.
+      owners: int32 ``[g]``.
     """
-    m, e = rows.shape[0], slots.sizes.shape[0]
-    size = max(1, min(m // max(e, 1), _BLOCK))
-    count = (m + (size - 1) * min(e, m)) // size  # an expert may fill its last block with one row
-    if not m or not e:
-        return jnp.zeros((m, pair.b.shape[1]), jnp.float32)
-    ends = jnp.cumsum(slots.sizes)
-    last_blocks = jnp.cumsum(-(-slots.sizes // size))
-    starts, first_blocks = ends - slots.sizes, last_blocks - -(-slots.sizes // size)
-    block = jnp.arange(count, dtype=jnp.int32)
-    owner = jnp.minimum(find_groups(last_blocks, count), e - 1)
-    first = starts[owner] + (block - first_blocks[owner]) * size
-    taken = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    taken = jnp.where(taken < ends[owner][:, None], taken, m).reshape(-1)
-    expert = jnp.minimum(slots.experts, e - 1)
-    within = jnp.arange(m, dtype=jnp.int32) - starts[expert]
-    place = (first_blocks[expert] + within // size) * size + within % size
-    place = jnp.where(slots.experts < e, place, count * size)
-    blocks = _move(rows, taken, place).reshape(count, size, -1)
+    return _repeated(matrices.shape[0], *vary_together((matrices, owners)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _repeated(e, matrices, owners) -> Array:
+    return matrices[owners]
+
+
+def _repeated_ahead(e, matrices, owners):
+    return _repeated(e, matrices, owners), owners
+
+
+def _repeated_back(e, owners, bar):
+    own = (jnp.arange(e, dtype=owners.dtype)[:, None] == owners[None]).astype(bar.dtype)
+    sums = jnp.matmul(own, bar.reshape(len(bar), -1), precision=lax.Precision.HIGHEST)
+    return sums.reshape(e, *bar.shape[1:]), None
+
+
+_repeated.defvjp(_repeated_ahead, _repeated_back)
+
+
+def grouped_low_rank(
+    rows: Float[Array, "p k"], pair: LowRank, blocks: ExpertBlocks
+) -> Float[Array, "p n"]:
+    """Return ``scale * (row @ a[e].T) @ b[e].T`` for rows in blocks, in the dtype of the rows.
+
+    Sums are float32. All blocks are multiplied by the matrices of their experts in one batched
+    product. The work is therefore proportional to the number of places and not to the number of
+    experts.
+
+    Args:
+      rows: the row of each place of `blocks`.
+      pair: the matrices of all experts.
+      blocks: the experts of the rows.
+    """
+    (places, k), count = rows.shape, blocks.owners.shape[0]
+    each = rows.reshape(count, places // max(count, 1), k)
     # In 16 bits, a backward pass would round the sum of an expert's blocks after each addition.
-    first, second = (matrix.astype(jnp.float32)[owner] for matrix in (pair.a, pair.b))
-    inner = _multiply_each(blocks, first).astype(rows.dtype)
+    first, second = (_repeat(x.astype(jnp.float32), blocks.owners) for x in (pair.a, pair.b))
+    inner = _multiply_each(each, first).astype(rows.dtype)
     y = pair.scale * _multiply_each(inner, second)
-    return _move(y.reshape(count * size, -1), place, taken)
+    return y.astype(rows.dtype).reshape(places, second.shape[1])
 
 
 def _multiply_each(blocks, matrices):
@@ -248,7 +290,7 @@ def run_adapted_experts(
     expert_ids: Int[Array, "t k"],
     expert_weights: Float[Array, "t k"],
     *,
-    multiply: Callable[[Array, Any, Any, SortedSlots], Array],
+    multiply: Callable[[Array, Any, Any, ExpertBlocks], Array],
     call: ActivationCall,
     weight_on_input: bool = False,
 ) -> Float[Array, "t h"]:
@@ -265,7 +307,7 @@ def run_adapted_experts(
       adapted: the frozen weights, and the low-rank products.
       expert_ids: integers ``[t, k]``. Ids that are out of range contribute nothing.
       expert_weights: ``[t, k]``.
-      multiply: ``(sorted rows, weight, input scales, slots) -> [m, n]``, the frozen GEMM.
+      multiply: ``(rows in blocks, weight, input scales, blocks) -> [p, n]``, the frozen GEMM.
       call: the activation.
       weight_on_input: whether the weight of an expert multiplies its input; False by default.
 
@@ -275,10 +317,10 @@ def run_adapted_experts(
     (t, _), top_k, experts = x.shape, expert_ids.shape[1], adapted.experts
     if not expert_ids.size:
         return jnp.zeros_like(x)
-    slots = sort_by_expert(expert_ids, adapted.num_experts)
-    weights = _move(expert_weights.reshape(-1).astype(jnp.float32), slots.order, slots.back)
+    blocks = block_by_expert(expert_ids, adapted.num_experts)
+    weights = _move(expert_weights.reshape(-1).astype(jnp.float32), blocks.slots, blocks.places)
     weights = weights[:, None]
-    rows = _move(x, slots.order, slots.back, top_k)
+    rows = _move(x, blocks.slots, blocks.places, top_k)  # zeros at places without a slot
     if weight_on_input:
         rows = (rows.astype(jnp.float32) * weights).astype(x.dtype)
         weights = jnp.ones_like(weights)
@@ -288,16 +330,16 @@ def run_adapted_experts(
         weight = getattr(experts, name)
         if pair is not None and pair.rounded:
             weight = lax.stop_gradient(add_to_each(weight, lax.stop_gradient(pair)))
-        y = multiply(rows, weight, scale, slots).astype(jnp.float32)
+        y = multiply(rows, weight, scale, blocks).astype(jnp.float32)
         if bias is not None:
-            y += jnp.take(bias, slots.experts, axis=0, mode="clip").astype(jnp.float32)
+            y += jnp.take(bias, blocks.experts, axis=0, mode="clip").astype(jnp.float32)
         if pair is None:
             return y
-        beside = functools.partial(grouped_low_rank, pair=pair, slots=slots)
-        return y + (only_gradient(beside, rows) if pair.rounded else beside(rows))
+        beside = functools.partial(grouped_low_rank, pair=pair, blocks=blocks)
+        change = only_gradient(beside, rows) if pair.rounded else beside(rows)
+        return y + change.astype(jnp.float32)
 
     inner = activate(call, product(rows, "gate_up", adapted.gate_up)).astype(x.dtype)
     y = product(inner, "down", adapted.down) * weights
-    y = jnp.where((slots.experts < adapted.num_experts)[:, None], y, 0)
-    y = _move(y, slots.back, slots.order)
+    y = _move(y, blocks.places, blocks.slots)  # without the places that have no slot
     return y.reshape(t, top_k, -1).sum(axis=1).astype(x.dtype)

@@ -4,6 +4,7 @@ from jax_nvfp4_moe.parallel.dispatch import DISPATCHES, run_dispatched, share_ro
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, find_expert_mesh
 from jax_nvfp4_moe.parallel.experts import run_sharded, shard_experts
 from jax_nvfp4_moe.parallel.peers import connect_peers
+from jax_nvfp4_moe.parallel.whole_steps import start_together
 
 __all__ = [
     "DISPATCHES",
@@ -14,4 +15,5 @@ __all__ = [
     "run_sharded",
     "shard_experts",
     "share_rows",
+    "start_together",
 ]

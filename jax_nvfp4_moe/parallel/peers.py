@@ -50,7 +50,7 @@ def connect_peers(
 
     If one process has several GPUs, start it with ``CUDA_MODULE_LOADING=EAGER``. Otherwise CUDA
     loads a kernel when it is first launched, and may then wait for a GPU that waits in a sum for
-    another GPU of the process.
+    another GPU of the process. In programs of your own, call `start_together`.
 
     The kernel was executed on two H200s, in one process and in two.
 

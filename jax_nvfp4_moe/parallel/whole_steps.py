@@ -41,10 +41,33 @@ def find_connected_mesh(model: Any) -> ExpertMesh | None:
 
 
 def start_together(model: Any, values: jax.Array) -> jax.Array:
-    """Return `values`; connected GPUs on which `model` is start the program together for that.
+    """Return `values`, and let connected GPUs start a program together.
 
-    The devices have the same `values`, of which the program uses the result. See
-    `from_first_device`. Call the function once in each program that runs a model, outside of loops.
+    The programs of this package, such as those of `generate`, call it. Call it once in each program
+    of your own that runs a model on a mesh of `connect_peers`, outside of loops. If such a program
+    has no collective of XLA, one GPU may begin to wait for another whose program is not ready yet,
+    and both may wait until the sum fails. Models on other meshes need no call, and have `values`
+    returned unchanged.
+
+    Args:
+      model: the model that the program runs.
+      values: a number or an array, such as the token ids. All devices have the same `values`, and
+        the program uses the result in their place.
+
+    Returns:
+      An array equal to `values`.
+
+    Example:
+      >>> import importlib.resources
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> from jax_nvfp4_moe.parallel import start_together
+      >>> path = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+      >>> model = nvfp4.load_model(path)
+      >>> run = jax.jit(lambda model, ids: model(start_together(model, ids)))
+      >>> run(model, jnp.zeros((1, 4), jnp.int32)).shape
+      (1, 4, 4096)
     """
     for _, mesh in _modules_on_meshes(model):
         if mesh.peers:

@@ -33,7 +33,7 @@ from jax_nvfp4_moe.numerics.tensor import (
 )
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
-from jax_nvfp4_moe.ops.low_rank import SortedSlots, run_adapted_experts
+from jax_nvfp4_moe.ops.low_rank import ExpertBlocks, run_adapted_experts
 from jax_nvfp4_moe.ops.moe import check_dtype, check_input_scales, check_row_order, moe_mlp
 from jax_nvfp4_moe.ops.preparation import (
     convert,
@@ -249,7 +249,7 @@ class RoutedExperts(nnx.Module):
             weight_on_input=self.options.weight_on_input,
         )
 
-    def _multiply_sorted(self, rows, weight, input_scale, slots: SortedSlots):
+    def _multiply_sorted(self, rows, weight, input_scale, blocks: ExpertBlocks):
         """Multiply sorted rows by the matrices of their experts, for `run_adapted_experts`."""
         raise NotImplementedError
 
@@ -421,13 +421,13 @@ class NVFP4Experts(RoutedExperts):
             weight_on_input=self.options.weight_on_input,
         )
 
-    def _multiply_sorted(self, rows, weight, input_scale, slots: SortedSlots):
+    def _multiply_sorted(self, rows, weight, input_scale, blocks: ExpertBlocks):
         """Run `ops.grouped_gemm` under the scheme of the plan."""
         plan = self.plan
         return grouped_gemm(
             rows,
             weight,
-            slots.sizes,
+            blocks.sizes,
             input_scale=input_scale if plan.scheme is Scheme.W4A4 else None,
             scheme=plan.scheme,
             target=plan.target,
@@ -568,14 +568,14 @@ class FP8Experts(RoutedExperts):
             weight_on_input=self.options.weight_on_input,
         )
 
-    def _multiply_sorted(self, rows, weight, input_scale, slots: SortedSlots):
+    def _multiply_sorted(self, rows, weight, input_scale, blocks: ExpertBlocks):
         """Round rows if they meet an FP8 matrix and are rounded, and multiply by XLA."""
         if not isinstance(weight, FP8Tensor):
-            return _multiply_by_xla(rows, weight, slots)
+            return _multiply_by_xla(rows, weight, blocks)
         if self.activations is FP8ActivationScaling.WEIGHTS:
-            return _multiply_by_xla(rows, weight.dequantize(rows.dtype), slots)
+            return _multiply_by_xla(rows, weight.dequantize(rows.dtype), blocks)
         if self.activations is FP8ActivationScaling.STATIC:
-            scale = jnp.take(input_scale, slots.experts, mode="clip")[:, None]
+            scale = jnp.take(input_scale, blocks.experts, mode="clip")[:, None]
         else:
             of_token = self.activations is FP8ActivationScaling.TOKEN
             scale = dynamic_scale(rows, -1 if of_token else (0, 1))
@@ -583,7 +583,7 @@ class FP8Experts(RoutedExperts):
         rounded = lax.stop_gradient(fake_round_fp8(rows, scale, **how))
         rows = rows.astype(jnp.float32)
         rows = rounded + (rows - lax.stop_gradient(rows))  # the gradient of the identity
-        return _multiply_by_xla(rows, weight.dequantize(), slots)
+        return _multiply_by_xla(rows, weight.dequantize(), blocks)
 
 
 class UnquantizedExperts(RoutedExperts):
@@ -597,17 +597,17 @@ class UnquantizedExperts(RoutedExperts):
             weight_on_input=self.options.weight_on_input,
         )
 
-    def _multiply_sorted(self, rows, weight, input_scale, slots: SortedSlots):
+    def _multiply_sorted(self, rows, weight, input_scale, blocks: ExpertBlocks):
         """Multiply by XLA."""
-        return _multiply_by_xla(rows, weight, slots)
+        return _multiply_by_xla(rows, weight, blocks)
 
 
-def _multiply_by_xla(rows, weight, slots: SortedSlots):
+def _multiply_by_xla(rows, weight, blocks: ExpertBlocks):
     """Return the float32 products of sorted rows with matrices ``[e, n, k]`` of a float dtype."""
     return lax.ragged_dot(
         rows,
         jnp.swapaxes(weight.astype(rows.dtype), 1, 2),
-        slots.sizes,
+        blocks.sizes,
         precision=precision_for(rows.dtype),
         preferred_element_type=jnp.float32,
     )
