@@ -113,7 +113,10 @@ def measure(model, arguments, remat, vocabulary) -> dict:
     ids = jnp.asarray(np.random.default_rng(0).integers(0, vocabulary, shape, np.int32))
     run = nnx.jit(step, donate_argnums=(0, 1), static_argnums=3)
     forward = nnx.jit(loss, static_argnums=2)
+    begin = time.perf_counter()
     compiled = run.lower(model, optimizer, ids, remat).compile()
+    compile_s = time.perf_counter() - begin
+    print(f"the step compiled in {compile_s:.0f} s", file=sys.stderr, flush=True)
     memory = compiled.memory_analysis()
     row = {
         "batch": batch,
@@ -121,6 +124,7 @@ def measure(model, arguments, remat, vocabulary) -> dict:
         "rank": arguments.rank,
         "targets": arguments.targets,
         "remat": remat,
+        "compile_s": compile_s,
         "adapter_parameters": sum(
             leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.LoRAParam))
         ),
@@ -131,9 +135,10 @@ def measure(model, arguments, remat, vocabulary) -> dict:
     if arguments.compile_only:
         return row
     before = peak_bytes()
-    forward_ms = time_calls(lambda: forward(model, ids, remat))
     step_ms = time_calls(lambda: compiled(model, optimizer, ids))
     peak = peak_bytes()
+    print(f"a step takes {step_ms:.0f} ms, peak {peak or 0} bytes", file=sys.stderr, flush=True)
+    forward_ms = time_calls(lambda: forward(model, ids, remat))
 
     def run_step():
         jax.block_until_ready(compiled(model, optimizer, ids))
