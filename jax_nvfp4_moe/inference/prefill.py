@@ -29,7 +29,9 @@ PROMPT_STEP = 32  # short prompts are padded to a multiple of this number of tok
 # The last chunk is padded to a multiple of this number, so that prompts of different lengths share
 # compiled programs.
 _LAST_STEP = 512
-_SIZES = 8  # number of programs for batches of one shape with different numbers of true tokens
+# Number of programs for batches of one shape with different numbers of true tokens. Texts to score
+# are sorted by their length, so that a batch has little padding.
+_SIZES, _SCORED_SIZES = 8, 4
 
 
 def default_chunk(rows: int) -> int:
@@ -50,22 +52,23 @@ def padded_length(length: int, chunk: int) -> int:
     return end
 
 
-def count_tokens(lengths: Int32[np.ndarray, " b"], t: int) -> int | None:
+def count_tokens(lengths: Int32[np.ndarray, " b"], t: int, sizes: int = _SIZES) -> int | None:
     """Return for how many tokens of a padded batch to compile a program.
 
-    The number of true tokens is rounded up to a multiple of an eighth of all ``b * t`` tokens. So
-    at most eight programs serve batches of one shape, whatever the lengths of their rows.
+    The number of true tokens is rounded up to one of a few sizes. So a few programs serve batches
+    of one shape, whatever the lengths of their rows.
 
     Args:
       lengths: number of true tokens in each row.
       t: number of tokens in a padded row.
+      sizes: the number of sizes, which are multiples of ``b * t / sizes``. 8 by default.
 
     Returns:
       The argument `num_tokens` of a model. It is None for a single row, and if rounding leaves no
       padding out.
     """
     whole = len(lengths) * t
-    step = -(-whole // _SIZES)
+    step = -(-whole // sizes)
     rounded = -(-int(lengths.sum()) // step) * step
     return None if len(lengths) == 1 or rounded >= whole else max(rounded, step)
 
@@ -155,14 +158,14 @@ def score_texts(
     b, t = ids.shape
     model = flatten_model(model)
     if t <= chunk:
-        size = count_tokens(lengths, t)
+        size = count_tokens(lengths, t, _SCORED_SIZES)
         return _score_whole(model, ids, targets, counted, lengths, num_tokens=size)
     cache = empty_cache(model, b, padded_length(t, chunk))
     found = jnp.zeros(b, jnp.float32), jnp.ones(b, jnp.bool_)
     for start, end in chunk_ranges(t, chunk):
         parts = (_take_columns(x, start, end) for x in (ids, targets, counted))
         counts = _count_between(lengths, start, end)
-        size = count_tokens(counts, end - start)
+        size = count_tokens(counts, end - start, _SCORED_SIZES)
         found, cache = _add_scores(model, cache, *parts, counts, found, num_tokens=size)
     return found
 
