@@ -25,7 +25,9 @@ from jax_nvfp4_moe.numerics.varying import vary_together
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.experts.meaning import find_groups
 
-_BLOCK = 32  # the most slots of a block; the last block of an expert is half empty on average
+# The most slots of a block. A block has at most a quarter of the mean number of an expert's slots,
+# because the places without a slot go through the frozen GEMMs too.
+_BLOCK = 32
 
 
 @jax.tree_util.register_dataclass
@@ -159,7 +161,7 @@ def block_by_expert(expert_ids: Int[Array, "t k"], num_experts: int) -> ExpertBl
     expert, a block has one place.
     """
     m, e = expert_ids.size, num_experts
-    size = max(1, min(m // e, _BLOCK))
+    size = max(1, min(m // (4 * e), _BLOCK))
     count = (m + (size - 1) * min(e, m)) // size  # an expert may fill its last block with one slot
     flat = expert_ids.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < e), flat, e).astype(jnp.int32)

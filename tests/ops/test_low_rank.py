@@ -79,7 +79,7 @@ def test_each_slot_has_one_place_among_those_of_its_expert(tokens):
     expert = np.searchsorted(ends, blocks.places[with_expert], side="right")
     np.testing.assert_array_equal(expert, flat[with_expert])
     numbers = np.bincount(flat[with_expert], minlength=E)
-    size = max(1, min(ids.size // E, 32))
+    size = max(1, min(ids.size // (4 * E), 32))
     np.testing.assert_array_equal(blocks.sizes, -(-numbers // size) * size)
     assert ends[-1] <= count
 
