@@ -104,9 +104,11 @@ def decode_peers() -> str:
     A factor is that of the newest run. A cell is empty if nobody has measured it.
     """
     rows = records.read_rows("decode_parallel_peers.NVIDIA-H200")
-    runs = {row["run"]["command"]: row["run"] for row in rows}
+    by_command = {row["run"]["command"]: row["run"] for row in rows}
+    order = list(TITLES)
+    runs = sorted(by_command.values(), key=lambda run: order.index(run["rows"][0]["model"]))
     factors: dict[tuple[str, str], dict[str, float]] = {}
-    for run in runs.values():
+    for run in runs:
         found = [(f"decoding, batch {row['batch']}", row["step_us"], row) for row in run["rows"]]
         found += [
             (f"prompt of {row['prefill']} tokens", row["first_token_ms"], row)
@@ -186,7 +188,7 @@ def verifying() -> str:
     for row in records.newest(rows, ("model", "batch", "drafts")):
         found.setdefault((TITLES[row["model"]], row["batch"]), {})[row["drafts"]] = row
     counts = sorted({row["drafts"] for row in rows})
-    headings = "model", "batch", *(f"{count} draft token" + "s" * (count > 1) for count in counts)
+    headings = "model", "batch", *(records.counted(count, "draft token") for count in counts)
     lines = (
         (*cell, *(_over_plain(own.get(count)) for count in counts)) for cell, own in found.items()
     )

@@ -4,21 +4,15 @@ The table of whole models, `decode_parallel`, is in `model_tables`.
 """
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import records
-from records import RESULTS
 
 # The forms of `benchmarks/parallel.py` in the order of the tables. All but "tensor" shard the layer
 # along `expert`.
 _FORMS = "psum", "all_to_all", "ragged", "tensor"
 _RUNS = "parallel.NVIDIA-H200", "parallel_w4a4.NVIDIA-H200"
-
-
-def _read(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _table(rows: Iterable[Iterable[Any]]) -> str:
@@ -35,12 +29,12 @@ def layer(case: str) -> str:
       case: name of the layer in the benchmarks.
     """
     found: dict[tuple[Any, ...], dict[int, str]] = {}
-    for row in (row for name in _RUNS for row in _read(name)["rows"] if row["case"] == case):
+    for row in (row for name in _RUNS for row in records.read(name)["rows"] if row["case"] == case):
         form, scheme, _ = row["contestant"].split()
         cell = f"{row['one_device_us'] / row['us']:.2f}"
         found.setdefault((scheme.upper(), row["devices"], form), {})[row["tokens"]] = cell
     tokens = sorted({count for cells in found.values() for count in cells})
-    lines = [("GPUs and form", *(f"{count} token" + "s" * (count > 1) for count in tokens))]
+    lines = [("GPUs and form", *(records.counted(count, "token") for count in tokens))]
     for key in sorted(found, key=lambda key: (key[0] != "W4A16", key[1], _FORMS.index(key[2]))):
         scheme, devices, form = key
         label = f"{devices} GPUs, `{form}`" + (f", {scheme}" if scheme != "W4A16" else "")
@@ -51,7 +45,7 @@ def layer(case: str) -> str:
 def layer_with_source(case: str) -> str:
     """Return the table of `layer`, and on what and when the tables were measured."""
     places = []
-    for run in map(_read, _RUNS):
+    for run in map(records.read, _RUNS):
         version, command = run["versions"]["jax"], run["command"].partition(" --commit")[0]
         places.append(f"{run['date']}, jax {version}, commit {run['commit']}: `{command}`")
     return f"{layer(case)}\nBoth tables: NVIDIA H200, {'; '.join(places)}.\n"
@@ -63,21 +57,23 @@ def few_tokens() -> str:
     Cells are factors over one GPU.
     """
     rows = records.read_rows("parallel_few.NVIDIA-H200")
-    found: dict[tuple[str, str], dict[int, str]] = {}
+    found: dict[tuple[str, int, str], dict[int, str]] = {}
     for row in rows:
         form, _, peers = row["contestant"].split()[0].partition("+")
-        label = f"`{form}`, {'connected' if peers else 'NCCL'}"
-        factor = f"{row['one_device_us'] / row['us']:.2f}"
-        found.setdefault((records.TITLES[row["case"]], label), {})[row["tokens"]] = factor
+        key = records.TITLES[row["case"]], _FORMS.index(form), peers
+        found.setdefault(key, {})[row["tokens"]] = f"{row['one_device_us'] / row['us']:.2f}"
     tokens = sorted({row["tokens"] for row in rows})
-    headings = "layer of", "form", *(f"{count} token" + "s" * (count > 1) for count in tokens)
-    lines = ((*key, *map(found[key].get, tokens)) for key in sorted(found))
+    headings = "layer of", "form", *(records.counted(count, "token") for count in tokens)
+    lines = (
+        (layer, f"`{_FORMS[form]}`, {'connected' if peers else 'NCCL'}", *map(cells.get, tokens))
+        for (layer, form, peers), cells in sorted(found.items())
+    )
     return records.table(headings, lines) + records.sources(rows, "One or two")
 
 
 def balance() -> str:
     """Return the table of how evenly placement loads the devices."""
-    result = _read("balance")
+    result = records.read("balance")
     lines = [("routing and devices", "as stored", "moved", "moved, with replicas")]
     for row in result["rows"]:
         routing, *details = row["routing"].split(", ")
@@ -95,7 +91,7 @@ def balance() -> str:
 
 def load_processes() -> str:
     """Return the table of memory of processes that load one checkpoint together."""
-    result = _read("load_processes")
+    result = records.read("load_processes")
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["rows"]:
         found.setdefault(row["mesh"], []).append(row)

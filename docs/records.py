@@ -102,6 +102,11 @@ def _range(dates: Iterable[str]) -> str:
     return " to ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 token" or "16 tokens"."""
+    return f"{count} {noun}" + "s" * (count > 1)
+
+
 def times(value: float | None) -> str:
     """Return a ratio as text, or nothing for None."""
     return "" if value is None else f"{value:.1f} x"

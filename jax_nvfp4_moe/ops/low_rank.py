@@ -23,7 +23,7 @@ from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.numerics.varying import vary_together
 from jax_nvfp4_moe.ops.dense import precision_for
-from jax_nvfp4_moe.ops.experts.meaning import find_groups
+from jax_nvfp4_moe.ops.experts.meaning import find_groups, sort_slots
 
 # The most slots of a block. A block has at most a quarter of the mean number of an expert's slots,
 # because the places without a slot go through the frozen GEMMs too.
@@ -163,21 +163,14 @@ def block_by_expert(expert_ids: Int[Array, "t k"], num_experts: int) -> ExpertBl
     m, e = expert_ids.size, num_experts
     size = max(1, min(m // (4 * e), _BLOCK))
     count = (m + (size - 1) * min(e, m)) // size  # an expert may fill its last block with one slot
-    flat = expert_ids.reshape(-1)
-    flat = jnp.where((flat >= 0) & (flat < e), flat, e).astype(jnp.int32)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    numbers = jnp.zeros(e, jnp.int32).at[flat].add(1, mode="drop")
-    starts = jnp.cumsum(numbers) - numbers
-    blocks = -(-numbers // size)
-    ends = jnp.cumsum(blocks)
-    owners = jnp.minimum(find_groups(ends, count), e - 1)
+    order, starts, ends = sort_slots(expert_ids, e)
+    blocks = -(-(ends - starts) // size)
+    last_blocks = jnp.cumsum(blocks, dtype=jnp.int32)
+    owners = jnp.minimum(find_groups(last_blocks, count), e - 1)
 
-    of_block = starts - (ends - blocks) * size  # place minus this: its slot in `order`
-    place = jnp.arange(count * size, dtype=jnp.int32)
-    owner = jnp.repeat(owners, size)
-    sorted_slot = place + of_block[owner]
-    taken = sorted_slot < (starts + numbers)[owner]
-    slots = jnp.where(taken, order.at[sorted_slot].get(mode="clip"), m)
+    place, owner = jnp.arange(count * size, dtype=jnp.int32), jnp.repeat(owners, size)
+    sorted_slot = starts[owner] + place - (last_blocks - blocks)[owner] * size
+    slots = jnp.where(sorted_slot < ends[owner], order.at[sorted_slot].get(mode="clip"), m)
     # Places without a slot are written nowhere, and slots without a place keep what is there.
     places = jnp.full(m, count * size, jnp.int32).at[slots].set(place, mode="drop")
     return ExpertBlocks(slots, places, owners, blocks * size)
@@ -225,7 +218,8 @@ def _repeat(matrices, owners) -> Array:
     """Return ``matrices[owners]``, with a derivative that adds in the same order in every run.
 
     The derivative of XLA's gather adds in any order on GPUs. This one multiplies by zeros and ones,
-    in float32. A gradient that is not finite therefore reaches all experts.
+    in float32. A gradient that is not finite therefore reaches all experts. `gradient.sum_groups`
+    keeps it apart, but reads all blocks once for each expert, which large matrices make slow.
 
     Args:
       matrices: float32 ``[e, r, k]``.
