@@ -250,34 +250,48 @@ def measure_draft_counts(whole, model, cell, arguments, plain_us) -> list[dict]:
     """
     prompt = np.random.default_rng(cell[0]).integers(0, whole.config["vocab_size"], cell, np.int32)
 
-    def run(count):
-        return run_drafts(model, prompt, arguments.new, Drafting(arguments.draft, count, False))
+    def start(count):
+        how = Drafting(arguments.draft, count, False)
+        return start_drafts(model, prompt, arguments.new, how)
 
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        list(threads.map(run, arguments.draft_tokens))
-    return [draft_row(arguments.draft, count, run, plain_us) for count in arguments.draft_tokens]
+        list(threads.map(lambda count: time_loop(start(count)), arguments.draft_tokens))
+    return [draft_row(arguments.draft, count, start, plain_us) for count in arguments.draft_tokens]
 
 
-def run_drafts(model, prompt, new: int, how: Drafting):
-    """Return the seconds of a text with drafts, after its prompt, and the state at its end."""
+def start_drafts(model, prompt, new: int, how: Drafting):
+    """Run a prompt for a loop with drafts. Return a function of the number of tokens to stop at.
+
+    The function runs the loop, which takes the memory of the state, and returns its last state.
+    """
     sampling = make_sampling(0.0, None, 1.0, (), None)
     started = start_decoding(model, prompt, None, new, sampling, None, how)
     flat, state = jax.block_until_ready(started)
+
+    def run(tokens=new):
+        return jax.block_until_ready(decode(flat, sampling, state, np.int32(tokens)))
+
+    return run
+
+
+def time_loop(run):
+    """Return the seconds of a loop that `start_drafts` started, and its last state."""
     begin = time.perf_counter()
-    state = jax.block_until_ready(decode(flat, sampling, state, np.int32(new)))
+    state = run()
     return time.perf_counter() - begin, state
 
 
-def draft_row(draft: str, count: int, run, plain_us: float) -> dict:
+def draft_row(draft: str, count: int, start, plain_us: float) -> dict:
     """Return the row of a number of drafts, whose programs have run once."""
-    run(count)  # the second run of a program makes its CUDA graph
+    time_loop(start(count))  # the second run of a program makes its CUDA graph
     times = []
     for _ in range(ROUNDS):
-        seconds, state = run(count)
+        seconds, state = time_loop(start(count))
         times.append(seconds / (int(state.steps.max()) - 1) * 1e6)
     step_us = float(np.median(times))
     batch = len(state.steps)
     stated = STATED.get(count)
+    one_step = functools.partial(start(count), 2)  # the prompt has made the first token
     return {
         "draft": draft,
         "drafts": count,
@@ -288,6 +302,7 @@ def draft_row(draft: str, count: int, run, plain_us: float) -> dict:
         "accepted": float(state.accepted.sum() / state.steps.sum()),
         "stated_tokens_a_step": stated,
         "tokens_per_s_as_stated": None if stated is None else batch * stated / step_us * 1e6,
+        "device": describe_device(*profile_device(one_step)),
     }
 
 

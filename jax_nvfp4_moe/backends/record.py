@@ -96,6 +96,8 @@ class Backend:
       sharded_by_xla: whether XLA shards the operations of its lowerings. False (default) if each
         device runs them on the rows that it holds.
       notes: function of a problem that says which kernels run where a user may expect others.
+      derivatives: op -> function in plain JAX that has the derivatives of the op on this backend.
+        Ops without an entry (default) have those of their definition.
     """
 
     name: str
@@ -115,6 +117,7 @@ class Backend:
     slow: frozenset[str] = frozenset()
     sharded_by_xla: bool = False
     notes: Callable[[Problem], tuple[str, ...]] = no_notes
+    derivatives: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def platform(self) -> str | None:

@@ -82,7 +82,9 @@ def run(
     named: Mapping[str, Any] | None = None,
     **facts: Any,
 ) -> Any:
-    """Run an op on the backend that takes it, with the derivatives of its definition.
+    """Run an op on the backend that takes it.
+
+    It has the derivatives of its definition, or those that the record of the backend names.
 
     Args:
       op: name of the op.
@@ -97,5 +99,6 @@ def run(
     """
     backend = find_plan(op, **facts).backend
     own = None if backend.sharded_by_xla else rows
-    lowered = with_derivative_of(find_meaning(op), backend.lower[op], own, **(options or {}))
+    reference = backend.derivatives.get(op) or find_meaning(op)
+    lowered = with_derivative_of(reference, backend.lower[op], own, **(options or {}))
     return lowered(*operands, **(named or {}))

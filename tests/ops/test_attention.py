@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.kernels.attention_suite import find_seen, in_float64, jitted_attention, worst
+from support.kernels.attention_gradient_suite import differentiate_plainly
+from support.kernels.attention_suite import in_float64, jitted_attention, worst
 
 from jax_nvfp4_moe import NoBackendError, Target
 from jax_nvfp4_moe.ops import attention
@@ -49,33 +50,6 @@ def make(dtype, queries):
     v = rng.normal(size=(ROWS, KEY_HEADS, KEYS, VALUE_WIDTH))
     positions = np.asarray(starts, np.int32)[:, None] + np.arange(t, dtype=np.int32)
     return (*(np.asarray(x, dtype) for x in (q, k, v)), positions)
-
-
-def differentiate_plainly(operands, positions, cotangent, dtype, scale=None, **options):
-    """Return the gradients of ``sum(cotangent * y)`` for queries, keys, values and sinks.
-
-    Attention is plain XLA in `dtype`, with all scores at once and a mask. Each query has its own
-    sinks: their gradients are ``[b, n, t, 1]``.
-    """
-    seen = find_seen(positions, operands[1].shape[2], **options)[:, None]
-
-    def loss(operands):
-        q, k, v, sinks = operands
-        k, v = (jnp.repeat(x, HEADS // KEY_HEADS, axis=1) for x in (k, v))
-        scores = (scale or WIDTH**-0.5) * jnp.einsum("btnd,bnsd->bnts", q, k)
-        scores = jnp.where(seen, scores, -jnp.inf)
-        if sinks is not None:
-            scores = jnp.concatenate([scores, sinks], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[2]]
-        return jnp.sum(jnp.einsum("bnts,bnsd->btnd", weights, v) * cotangent)
-
-    q, k, v, sinks = operands
-    if sinks is not None:
-        sinks = np.broadcast_to(sinks[None, :, None, None], (len(q), HEADS, q.shape[1], 1))
-    with jax.enable_x64(dtype == np.float64):
-        cotangent = np.asarray(cotangent, dtype)
-        operands = jax.tree.map(lambda x: np.asarray(x, dtype), (q, k, v, sinks))
-        return jax.tree.map(np.array, jax.jit(jax.grad(loss))(operands))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import numpy as np
 from jax_nvfp4_moe.backends.kernel_call import kernel_call, scratch
 from jax_nvfp4_moe.backends.launch_facts import facts, workspace_bytes
 from jax_nvfp4_moe.backends.record import CUDA, HALVES, Backend, Kernel
+from jax_nvfp4_moe.ops.causal_attention.cudnn import attend_with_cudnn
 from jax_nvfp4_moe.ops.causal_attention.meaning import widen
 from jax_nvfp4_moe.ops.positions import PADDING
 from jax_nvfp4_moe.scheme import Problem
@@ -144,6 +145,7 @@ ATTENTION_CUDA = Backend(
     dtypes=HALVES,
     limits={"key width": "HEAD_WIDTHS", "value width": "HEAD_WIDTHS"},
     notes=note_fp8_attention,
+    derivatives={"attention": attend_with_cudnn},
 )
 
 
