@@ -42,7 +42,7 @@ def test_the_library_takes_the_cases():
         q, k, v, _, _ = map(jnp.asarray, suite.make(name, DTYPE))
         assert cudnn._takes((q, k, v), None, "xla"), name
         assert not cudnn._takes((q, k, v), None, "cudnn"), name
-        assert not cudnn._takes((q[:, :100], k[:, :, :100], v[:, :, :100]), None, "xla"), name
+        assert not cudnn._takes((q[:, :200], k[:, :, :200], v[:, :, :200]), None, "xla"), name
 
 
 def without_plain(monkeypatch):
@@ -55,14 +55,14 @@ def without_plain(monkeypatch):
     monkeypatch.setattr(cudnn, "_plain_gradients", nothing)
 
 
-@pytest.mark.parametrize("name", [name for name in suite.CASES if suite.CASES[name].t >= 128])
+@pytest.mark.parametrize("name", [name for name in suite.CASES if suite.CASES[name].t >= 256])
 def test_the_library_runs_where_positions_are_those_of_keys(name, monkeypatch):
     expected = suite.in_float64(name, DTYPE)
     without_plain(monkeypatch)
     for got, exact in zip(suite.pull_back(attend, name, DTYPE), expected, strict=True):
         if name in suite.IN_ORDER:
             np.testing.assert_allclose(np.float64(got), exact, atol=0.05 * np.abs(exact).max())
-            assert got.any() or not exact.any()  # a window of one has only gradients to values
+            assert got.any()
         else:
             assert not got.any()
 
@@ -90,15 +90,15 @@ def test_other_calls_have_the_gradients_of_the_definition(change, monkeypatch):
         return cudnn.attend(q, k, v, positions, **options)
 
     run = functools.partial(attend, **change)
-    own = suite.pull_back(run, "a whole tile", dtype)
-    for got, expected in zip(own, suite.pull_back(defined, "a whole tile", dtype), strict=True):
+    own = suite.pull_back(run, "whole tiles", dtype)
+    for got, expected in zip(own, suite.pull_back(defined, "whole tiles", dtype), strict=True):
         assert float(jnp.abs(expected).max()) > 0
         np.testing.assert_array_equal(got, expected)
 
 
 def test_second_derivatives_and_batches():
     """The derivative of a gradient is that of plain XLA, and `vmap` equals a loop."""
-    q, k, v, positions, cotangent = map(jnp.asarray, suite.make("a whole tile", DTYPE))
+    q, k, v, positions, cotangent = map(jnp.asarray, suite.make("whole tiles", DTYPE))
 
     def gradient(run, q):
         return jax.grad(lambda q: jnp.sum(run(q, k, v, positions) * cotangent))(q)

@@ -76,7 +76,7 @@ def attention(
     Returns:
       ``[b, t, n, dv]`` in the dtype of `q`. Without `v`, dv is `value_width`. Gradients flow to
       `q`, `k`, `v` and `sinks`. On a CPU, plain XLA computes them. On an NVIDIA GPU, cuDNN does
-      if `v` is given, in 16 bits and without `sinks` or `chunk`, for at least 128 tokens with as
+      if `v` is given, in 16 bits and without `sinks` or `chunk`, for at least 256 tokens with as
       many keys, where token i is at position i or is padding, outside of `jax.shard_map`. Such a
       call has no forward-mode derivative: `jax.jvp` raises TypeError.
 
