@@ -205,13 +205,13 @@ def training() -> str:
     rows = records.read_rows("train.NVIDIA-H200")
     headings = (
         *("model", "layers", "tokens/s", "step, ms", "forward pass, ms"),
-        *("weights and adapters, GB", "peak memory, GB"),
+        *("weights and adapters, GB", "memory of a step, GB"),
     )
     lines = (
         (
             *(TITLES[row["model"]], row["layers"], f"{row['tokens_per_s']:,.0f}"),
             *(f"{row['step_ms']:.0f}", f"{row['forward_ms']:.0f}"),
-            *(f"{row['weights_gb']:.1f}", f"{row['peak_gb']:.1f}"),
+            *(f"{row['weights_gb']:.1f}", f"{row['weights_gb'] + row['temp_gb']:.1f}"),
         )
         for row in records.newest(rows, ("model", "layers"))
     )
@@ -261,6 +261,10 @@ def first_tokens() -> list[Row]:
 def prefill_beside_peers() -> str:
     """Return the table of the time until the first token, beside other engines."""
     rows = sorted(first_tokens(), key=lambda row: row["prompt"])
+    for row in records.read_rows("prefill*.NVIDIA-H200"):
+        if row.get("times"):
+            peers = {peer: ratio * row["ms"] for peer, ratio in row["times"].items()}
+            rows.append({**row, "prompt": row["tokens"], "peers_ms": peers})
     headings = (
         *("model", "tokens", "over llama.cpp", "over transformers"),
         *("llama.cpp, ms", "transformers, ms"),
@@ -269,7 +273,7 @@ def prefill_beside_peers() -> str:
         (
             *(TITLES[row["model"]], row["prompt"]),
             *(times(row["times"].get(peer)) for peer in _PEERS),
-            *(_ms(row["peers_ms"][peer]) for peer in _PEERS),
+            *(_ms(row["peers_ms"][peer]) if peer in row["peers_ms"] else "" for peer in _PEERS),
         )
         for row in rows
     )
