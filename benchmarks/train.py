@@ -4,11 +4,12 @@
         [--batch 1] [--rank 16] [--targets mixers experts] [--remat yes no] [--format nvfp4]
         [--compile-only] [--commit C] [--output FILE]
 
-A step is a forward and a backward pass, and the update of AdamW; it donates the model and the
-optimizer. The loss is that of `model.score`, which has the logits of 512 tokens in memory at a
-time. "forward" is the loss alone. Times are medians of several calls. `whole_model.py` has the
-models. With ``--remat yes``, a backward pass computes each layer again. Four figures say what
-memory a step takes:
+A step is a forward and a backward pass, and the update of AdamW. It is a function of the state of
+the model and of the optimizer (`nnx.split`), which it donates. A function of the modules
+(`nnx.jit`) would walk over all of them in each call. The loss is that of `model.score`, which has
+the logits of 512 tokens in memory at a time. "forward" is the loss alone. Times are medians of
+several calls. `whole_model.py` has the models. With ``--remat yes``, a backward pass computes each
+layer again. Four figures say what memory a step takes:
 
 - "weights" and "temp": the arguments of the compiled step, and what it takes beside them, as XLA
   says (`memory_analysis`). They are those of this device and its kernels.
@@ -28,6 +29,7 @@ layers at the true sizes then say what each further layer adds. Prints a table a
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
@@ -111,10 +113,20 @@ def measure(model, arguments, remat, vocabulary) -> dict:
     optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.LoRAParam)
     shape = batch, tokens + 1
     ids = jnp.asarray(np.random.default_rng(0).integers(0, vocabulary, shape, np.int32))
-    run = nnx.jit(step, donate_argnums=(0, 1), static_argnums=3)
-    forward = nnx.jit(loss, static_argnums=2)
+    graph, state = nnx.split((model, optimizer))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(state, ids):
+        model, optimizer = nnx.merge(graph, state)
+        value = step(model, optimizer, ids, remat)
+        return value, nnx.state((model, optimizer))
+
+    @jax.jit
+    def forward(state, ids):
+        return loss(nnx.merge(graph, state)[0], ids, remat)
+
     begin = time.perf_counter()
-    compiled = run.lower(model, optimizer, ids, remat).compile()
+    compiled = run.lower(state, ids).compile()
     compile_s = time.perf_counter() - begin
     print(f"the step compiled in {compile_s:.0f} s", file=sys.stderr, flush=True)
     memory = compiled.memory_analysis()
@@ -135,21 +147,25 @@ def measure(model, arguments, remat, vocabulary) -> dict:
     if arguments.compile_only:
         return row
     before = peak_bytes()
-    step_ms = time_calls(lambda: compiled(model, optimizer, ids))
-    peak = peak_bytes()
-    print(f"a step takes {step_ms:.0f} ms, peak {peak or 0} bytes", file=sys.stderr, flush=True)
-    forward_ms = time_calls(lambda: forward(model, ids, remat))
 
     def run_step():
-        jax.block_until_ready(compiled(model, optimizer, ids))
+        nonlocal state
+        value, state = compiled(state, ids)
+        jax.block_until_ready(value)
 
+    step_ms = time_calls(run_step)
+    peak = peak_bytes()
+    print(f"a step takes {step_ms:.0f} ms, peak {peak or 0} bytes", file=sys.stderr, flush=True)
+    forward_ms = time_calls(lambda: forward(state, ids))
+    device = describe_device(*profile_device(run_step))
+    nnx.update(model, nnx.state(nnx.merge(graph, state)[0]))  # in place of the donated arrays
     return row | {
         "forward_ms": forward_ms,
         "step_ms": step_ms,
         "over_forward": step_ms / forward_ms,
         "tokens_per_s": batch * tokens / step_ms * 1e3,
         "peak_gb": None if peak is None or peak == before else peak / GIGA,
-        "device": describe_device(*profile_device(run_step)),
+        "device": device,
     }
 
 

@@ -204,13 +204,14 @@ def training() -> str:
     """Return the table of training steps of LoRA on whole models."""
     rows = records.read_rows("train.NVIDIA-H200")
     headings = (
-        *("model", "layers", "tokens/s", "step, ms", "forward pass, ms"),
+        *("model", "layers", "tokens/s", "step, ms", "the GPU computes, ms", "forward pass, ms"),
         *("weights and adapters, GB", "memory of a step, GB"),
     )
     lines = (
         (
             *(TITLES[row["model"]], row["layers"], f"{row['tokens_per_s']:,.0f}"),
-            *(f"{row['step_ms']:.0f}", f"{row['forward_ms']:.0f}"),
+            *(f"{row['step_ms']:.0f}", f"{row['device']['busy_us'] / 1e3:.0f}"),
+            f"{row['forward_ms']:.0f}",
             *(f"{row['weights_gb']:.1f}", f"{row['weights_gb'] + row['temp_gb']:.1f}"),
         )
         for row in records.newest(rows, ("model", "layers"))
