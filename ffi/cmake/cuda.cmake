@@ -2,9 +2,6 @@
 # option, the compiler and the architectures. find_package(CUDAToolkit) is not used, because it does
 # not know the layout of PyPI's wheels of nvcc.
 
-set(NVFP4_CUDA_KERNELS "" CACHE PATH
-    "Build folder with the same options, whose kernels are linked instead of compiled again; for release wheels")
-
 # Returns the folder of the CUTLASS headers; it is empty if there are none. The Python package is
 # not imported, because that would run its kernel generator.
 function(nvfp4_find_cutlass include_out)
@@ -107,17 +104,5 @@ foreach(target _nvfp4_cuda nvfp4_cuda_kernels)
     NVFP4_EMULATE_BLACKWELL=$<BOOL:${NVFP4_EMULATE_BLACKWELL}>
     NVFP4_CUTLASS=$<BOOL:${nvfp4_cutlass}>)
 endforeach()
-if(NVFP4_CUDA_KERNELS)
-  # The kernels do not depend on Python, so that the module for a second Python links those of the
-  # first.
-  set_target_properties(${nvfp4_libraries} PROPERTIES EXCLUDE_FROM_ALL ON)
-  foreach(library ${nvfp4_libraries})
-    add_library(${library}_built STATIC IMPORTED)
-    set_target_properties(${library}_built PROPERTIES
-      IMPORTED_LOCATION "${NVFP4_CUDA_KERNELS}/lib${library}.a"
-      IMPORTED_LINK_INTERFACE_LANGUAGES CUDA)
-  endforeach()
-  list(TRANSFORM nvfp4_libraries APPEND "_built")
-endif()
-target_link_libraries(_nvfp4_cuda PRIVATE ${nvfp4_libraries})
+nvfp4_link_kernels(_nvfp4_cuda CUDA ${nvfp4_libraries})
 install(TARGETS _nvfp4_cuda LIBRARY DESTINATION jax_nvfp4_moe)
