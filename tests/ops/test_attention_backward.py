@@ -12,6 +12,7 @@ from support.kernels.axes import axis
 from jax_nvfp4_moe.ops.causal_attention import cudnn
 
 DTYPE = jnp.dtype("bfloat16")
+WITHOUT_CUDNN = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU has cuDNN")
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +22,10 @@ def promotion():
         yield
 
 
-def attend(q, k, v, positions, scale=None, window=None, implementation="xla", **others):
-    options = {"sinks": None, "chunk": None, **others}
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    options |= {"scale": scale, "window": window, "implementation": implementation}
-    return cudnn.attend_with_cudnn(q, k, v, positions, **options)
+def attend(q, k, v, positions, sinks=None, implementation="xla", **options):
+    options = {"scale": q.shape[3] ** -0.5, "window": None, "chunk": None} | options
+    operands = q, k, v, positions, sinks
+    return cudnn.attend_with_cudnn(*operands, implementation=implementation, **options)
 
 
 class TestGradients(suite.AttentionGradientSuite):
@@ -41,7 +41,6 @@ def test_the_library_takes_the_cases():
     for name in suite.IN_ORDER:
         q, k, v, _, _ = map(jnp.asarray, suite.make(name, DTYPE))
         assert cudnn._takes((q, k, v), None, "xla"), name
-        assert not cudnn._takes((q, k, v), None, "cudnn"), name
         assert not cudnn._takes((q[:, :200], k[:, :, :200], v[:, :, :200]), None, "xla"), name
 
 
@@ -61,8 +60,10 @@ def test_the_library_runs_where_positions_are_those_of_keys(name, monkeypatch):
     without_plain(monkeypatch)
     for got, exact in zip(suite.pull_back(attend, name, DTYPE), expected, strict=True):
         if name in suite.IN_ORDER:
-            np.testing.assert_allclose(np.float64(got), exact, atol=0.05 * np.abs(exact).max())
-            assert got.any()
+            # Some roundings to bfloat16. Of plain XLA, all would be zeros.
+            bound = 4 * 2.0**-8 * np.abs(exact).max()
+            np.testing.assert_allclose(np.float64(got), exact, atol=bound)
+            assert np.abs(exact).max() > bound
         else:
             assert not got.any()
 
@@ -73,10 +74,10 @@ def test_the_library_runs_where_positions_are_those_of_keys(name, monkeypatch):
         {"sinks": np.zeros(2, np.float32)},
         {"chunk": 50},
         {"scale": -0.3},
-        {"implementation": "cudnn"},
+        pytest.param({"implementation": "cudnn"}, marks=WITHOUT_CUDNN),
         {"dtype": "float32"},
     ],
-    ids=str,
+    ids=["sinks", "chunk", "scale", "no cuDNN", "float32"],
 )
 def test_other_calls_have_the_gradients_of_the_definition(change, monkeypatch):
     """cuDNN is missing on a CPU. The last call has a dtype that it does not take."""
@@ -109,9 +110,13 @@ def test_second_derivatives_and_batches():
     got, expected = (
         np.float64(jax.jit(functools.partial(curve, f))(q)) for f in (attend, suite.attend_plainly)
     )
-    size = np.abs(expected).max()
-    np.testing.assert_allclose(got, expected, atol=0.05 * size)
-    assert size > 0
+    # Both differentiate plain XLA twice. They differ by the first gradients, rounded to bfloat16.
+    bound = 4 * 2.0**-8 * np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, atol=bound)
+    assert np.abs(1.1 * got - expected).max() > bound
     both = jax.vmap(functools.partial(gradient, attend))(jnp.stack([q, 2 * q]))
     for one, given in zip(both, (q, 2 * q), strict=True):
-        np.testing.assert_allclose(np.float64(one), np.float64(gradient(attend, given)), atol=2e-3)
+        alone = np.float64(gradient(attend, given))
+        bound = 2.0**-8 * np.abs(alone).max()  # a rounding, because sums may have another order
+        np.testing.assert_allclose(np.float64(one), alone, atol=bound)
+        assert np.abs(1.1 * np.float64(one) - alone).max() > bound

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array
 
 from jax_nvfp4_moe.backends.record import HALVES
 from jax_nvfp4_moe.ops.causal_attention.meaning import attend
@@ -27,20 +27,7 @@ Implementation = Literal["cudnn", "xla"]
 _FEWEST_TOKENS = 256
 
 
-def attend_with_cudnn(
-    q: Float[Array, "b t n d"],
-    k: Float[Array, "b m s d"],
-    v: Float[Array, "b m s dv"],
-    positions: Int32[Array, "b t"],
-    sinks: Float[Array, " n"] | None,
-    k_scale: Float[Array, " m"] | None = None,
-    v_scale: Float[Array, " m"] | None = None,
-    *,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    implementation: Implementation = "cudnn",
-) -> Float[Array, "b t n dv"]:
+def attend_with_cudnn(q, k, v, positions, *others, implementation: Implementation = "cudnn", **how):
     """Compute `meaning.attend`, with a backward pass by cuDNN where it takes the call.
 
     cuDNN takes bfloat16 and float16, without sinks and chunks, with as many keys as tokens, values
@@ -49,14 +36,15 @@ def attend_with_cudnn(
     backward pass is that of `attend`.
 
     Args:
+      q, k, v, positions: as for `attend`.
+      others: the other arrays of `attend`: sinks, and scales of keys and values.
       implementation: how `jax.nn.dot_product_attention` runs; "xla" for a test on any device.
+      how: the options of `attend`.
     """
-    others = sinks, k_scale, v_scale, chunk
-    is_plain = all(one is None for one in others) and scale > 0
-    if is_plain and _takes((q, k, v), window, implementation):
-        return _attend(scale, window, implementation, q, k, v, positions)
-    options = {"scale": scale, "window": window, "chunk": chunk}
-    return attend(q, k, v, positions, sinks, k_scale, v_scale, **options)
+    is_plain = all(one is None for one in (*others, how["chunk"])) and how["scale"] > 0
+    if is_plain and _takes((q, k, v), how["window"], implementation):
+        return _attend(how["scale"], how["window"], implementation, q, k, v, positions)
+    return attend(q, k, v, positions, *others, **how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
