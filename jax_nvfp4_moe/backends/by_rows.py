@@ -34,9 +34,10 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_nvfp4_moe.numerics.auto_axes import find_explicit_mesh, on_auto_axes
+from jax_nvfp4_moe.numerics.varying import inside_shard_map
 
 _NO_MESH = AbstractMesh((), ())
 _SUM = "+"
@@ -103,7 +104,7 @@ def is_on_mesh(array: Any) -> bool:
 
 def _is_on_one_device(operands):
     """Return whether a program on `operands` runs on one device, or on the part of one device."""
-    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+    if inside_shard_map():
         return True
     # The types of arrays do not show the argument `in_shardings` of `jax.jit`.
     return jax.device_count() == 1 and not any(map(is_on_mesh, jax.tree.leaves(operands)))

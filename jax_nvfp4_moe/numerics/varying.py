@@ -16,9 +16,14 @@ from jax.sharding import AxisType, get_abstract_mesh
 Tree = TypeVar("Tree")
 
 
+def inside_shard_map() -> bool:
+    """Return whether a program of one device is traced, along one axis of the mesh at least."""
+    return AxisType.Manual in get_abstract_mesh().axis_types
+
+
 def varying_axes(tree: Any) -> frozenset[str]:
     """Return the mesh axes along which any array of `tree` varies; none outside `shard_map`."""
-    if AxisType.Manual not in get_abstract_mesh().axis_types:
+    if not inside_shard_map():
         return frozenset()  # quickly, because ops outside of `jax.jit` ask at each call
     kinds = map(jax.typeof, jax.tree.leaves(tree))
     return frozenset().union(*(kind.manual_axis_type.varying for kind in kinds))

@@ -13,10 +13,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, get_abstract_mesh
 from jaxtyping import Array
 
 from jax_nvfp4_moe.backends.record import HALVES
+from jax_nvfp4_moe.numerics.varying import inside_shard_map
 from jax_nvfp4_moe.ops.causal_attention.meaning import attend
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.ops.positions import PADDING
@@ -95,13 +95,14 @@ def _choose_gradients(q, k, v, positions, gradient, *, scale, window, implementa
 
 def _fused_gradients(q, k, v, gradient, scale, window, implementation):
     """Return the gradients of causal attention of tokens 0 to t - 1 to each other."""
-    (t, width), wider = (q.shape[1], v.shape[3]), k.shape[3] - v.shape[3]
+    t, width = q.shape[1], v.shape[3]
+    wider = (0, k.shape[3] - width)
     odd = (0, t % 2)  # It takes even numbers of tokens. No token sees one that is added behind it.
 
     def run(q, k, v):
         q = jnp.pad(q, [(0, 0), odd, (0, 0), (0, 0)])
         k = jnp.pad(k, [(0, 0), (0, 0), odd, (0, 0)])
-        v = jnp.pad(v, [(0, 0), (0, 0), odd, (0, wider)])  # and values as wide as keys
+        v = jnp.pad(v, [(0, 0), (0, 0), odd, wider])  # and values as wide as keys
         y = jax.nn.dot_product_attention(
             q,
             k.swapaxes(1, 2),
@@ -127,7 +128,7 @@ def _takes(operands: Sequence[Array], window: int | None, implementation: Implem
     t, s, d, width = q.shape[1], k.shape[2], k.shape[3], v.shape[3]
     if q.dtype.name not in HALVES or t != s or t < _FEWEST_TOKENS or width > d:
         return False
-    if AxisType.Manual in get_abstract_mesh().axis_types:
+    if inside_shard_map():
         return False
     shapes = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in operands)
     return _library_takes(shapes, window, implementation)

@@ -126,6 +126,16 @@ def attend_plainly(q, k, v, positions, scale=None, window=None):
     return attend(q, k, v, positions, None, scale=scale, window=window, chunk=None)
 
 
+def all_as_accurate(gradients, yardsticks, truth):
+    """Return whether each of the gradients keeps the rule of `assert_as_accurate_as`."""
+    try:
+        for got, yardstick, exact in zip(gradients, yardsticks, truth, strict=True):
+            assert_as_accurate_as(got, yardstick, exact)
+    except AssertionError:
+        return False
+    return True
+
+
 class AttentionGradientSuite:
     """Tests of ``run(q, k, v, positions, scale=None, window=None)`` and its backward pass."""
 
@@ -142,13 +152,4 @@ class AttentionGradientSuite:
             assert_as_accurate_as(got, yardstick, exact)  # which says what is wrong
         window = CASES[case].options.get("window", 100) // 2
         other = pull_back(run, case, dtype, window=window)
-        assert not self.all_as_accurate(other, plain, truth)
-
-    def all_as_accurate(self, gradients, yardsticks, truth):
-        """Return whether each of the gradients keeps the rule of `assert_as_accurate_as`."""
-        try:
-            for got, yardstick, exact in zip(gradients, yardsticks, truth, strict=True):
-                assert_as_accurate_as(got, yardstick, exact)
-        except AssertionError:
-            return False
-        return True
+        assert not all_as_accurate(other, plain, truth)
