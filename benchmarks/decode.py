@@ -4,6 +4,7 @@
         [--cells 1x128 1x32768 16x128 64x1024] [--new 64] [--layers N] [--backend NAME]
         [--fp8-cache] [--llama FOLDER] [--transformers] [--output FILE]
         [--draft mtp|guess] [--draft-tokens 1 2 3 5 7] [--draft-head exact nvfp4 fp8]
+        [--at-once 5]
 
 A cell is BATCHxPROMPT. `--format` is that of the linear layers beside the experts; `whole_model.py`
 has the models. With `--fp8-cache`, caches are in FP8 instead of bfloat16. Prompts are run once.
@@ -25,9 +26,9 @@ With `--draft`, steps with drafts are timed in the same cells: "mtp" drafts with
 layers, and "guess" with tokens that take no time, so that a step is that of verifying alone. The
 drafts of random weights are hardly ever right. So the second table has the time of a step, and the
 tokens a second that it gives at published acceptances (`STATED`), which were not measured here.
-The programs of a cell are compiled side by side. With "mtp", `--draft-head` lists the heads that
-make drafts, as for `load_model`: "exact", or a copy in NVFP4 or FP8. By default it is the copy in
-NVFP4.
+The programs of a cell are compiled side by side, `--at-once` of them, each with states of its own
+on the GPU. With "mtp", `--draft-head` lists the heads that make drafts, as for `load_model`:
+"exact", or a copy in NVFP4 or FP8. By default it is the copy in NVFP4.
 
 `--llama` and `--transformers` time the same cells with llama.cpp and with transformers
 (`model_peers.py`). The table then says how many times as fast as each of them a step is. Writes
@@ -246,7 +247,7 @@ def measure_drafts(whole, built, cell, arguments, plain_us) -> list[dict]:
 def measure_draft_counts(whole, model, cell, arguments, plain_us) -> list[dict]:
     """Return the time of a step for each number of drafts.
 
-    The programs of all numbers are compiled side by side, before the first one is timed.
+    The programs of all numbers are compiled, several side by side, before the first one is timed.
     """
     prompt = np.random.default_rng(cell[0]).integers(0, whole.config["vocab_size"], cell, np.int32)
 
@@ -254,7 +255,7 @@ def measure_draft_counts(whole, model, cell, arguments, plain_us) -> list[dict]:
         how = Drafting(arguments.draft, count, False)
         return start_drafts(model, prompt, arguments.new, how)
 
-    with concurrent.futures.ThreadPoolExecutor() as threads:
+    with concurrent.futures.ThreadPoolExecutor(arguments.at_once) as threads:
         list(threads.map(lambda count: time_loop(start(count)), arguments.draft_tokens))
     return [draft_row(arguments.draft, count, start, plain_us) for count in arguments.draft_tokens]
 
@@ -373,6 +374,7 @@ def parse_arguments():
     parser.add_argument("--draft", choices=("mtp", "guess"), help="default: no drafts")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[1, 2, 3, 5, 7])
     parser.add_argument("--draft-head", nargs="+", choices=DRAFT_HEADS, default=["nvfp4"])
+    parser.add_argument("--at-once", type=int, default=5, help="programs compiled side by side")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/decode.DEVICE.json")
     return parser.parse_args()
 

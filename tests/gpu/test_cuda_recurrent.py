@@ -13,12 +13,14 @@ from support.kernels.recurrent_suite import (
     DELTA_CASES,
     KIMI_CASES,
     MAMBA_CASES,
+    PADDING,
     DeltaStepSuite,
     KimiStepSuite,
     Mamba2StepSuite,
     make_delta,
     make_kimi,
     make_mamba,
+    many_tokens,
 )
 from support.ops.gradients import gradients
 
@@ -168,6 +170,28 @@ def test_windows_in_a_chain_have_the_bits_of_windows_alone(suite, step, case):
     found = suite.call_window(behind_layer, case, tokens, weights, 1)
     for own, true in zip(found, expected, strict=True):
         assert np.asarray(own).tobytes() == np.asarray(true).tobytes()
+
+
+WINDOWS = [
+    *(pytest.param(DeltaStepSuite(), delta_step, case, id=f"delta {case}") for case in DELTA_CASES),
+    *(pytest.param(KimiStepSuite(), kimi_step, case, id=f"kimi {case}") for case in KIMI_CASES),
+]
+
+
+@pytest.mark.parametrize(("suite", "step", "case"), WINDOWS)
+def test_windows_have_the_bits_of_steps(suite, step, case):
+    """Accepted drafts then leave the state that decoding without drafts would have left."""
+    tokens, weights = suite.make(case, np.dtype("bfloat16"))
+    y, *found = map(np.asarray, suite.call_window(step, case, tokens, weights, 1))
+    projected, positions = many_tokens(*tokens[:2])
+    past = tokens[2:]
+    for token in range(positions.shape[1]):
+        now = projected[:, token : token + 1], positions[:, token : token + 1]
+        own_y, *past = suite.call(step, case, (*now, *past), suite.weights_of_token(weights, token))
+        real = now[1][:, 0] < PADDING
+        assert y[real, token].tobytes() == np.asarray(own_y)[real, 0].tobytes()
+        for window, own in zip(found, past, strict=True):
+            assert window[:, token].tobytes() == np.asarray(own).tobytes()
 
 
 def test_a_step_without_donation_keeps_its_operands():

@@ -156,6 +156,20 @@ __device__ __forceinline__ void LeaveCluster() {
           : "memory");
 }
 
+// The two halves of a barrier of the cluster, for kernels that also exist for devices without
+// clusters, where they do nothing. The first half orders no memory: what a thread has loaded and
+// used before it is complete, and a fence would wait for its other loads and its stores.
+__device__ __forceinline__ void ArriveAtCluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void WaitForCluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
 // Loads from the shared memory of block `rank` of the cluster, at the place of `address` in this
 // block's own.
 __device__ __forceinline__ float4 LoadPeer16(uint32_t address, uint32_t rank) {

@@ -9,8 +9,8 @@
 // is one for each channel of a key, and a value head has its own key head.
 //
 // A block handles one value head of one row. Its 256 threads hold the state [d, e] in registers, so
-// that memory is read once and written once, in place. A thread has 4 columns of every so manyth
-// row. Both products with the old state, for the key and for the query, come from the same
+// that memory is read once and written once, in place. A thread has up to 16 neighbouring rows of 4
+// columns. Both products with the old state, for the key and for the query, come from the same
 // registers.
 //
 // Several value heads share one key head. Each of their blocks computes the convolution of the
@@ -28,9 +28,12 @@
 // once with a token of zeros. On an H200, a step of Qwen3.6-35B-A3B's sizes then ended 4.7 us after
 // the projection ahead of it, instead of 8.1.
 //
-// A call for t tokens of a row, which decoding with drafts makes, goes through them one by one,
-// with the operations of a call for one token. It writes the state after each of them, so that the
-// next call can go on from any.
+// A call for t tokens of a row, which decoding with drafts makes, mixes up to four tokens at once:
+// their convolutions, lengths and decays do not depend on the state. Then it goes through them one
+// by one, and writes the state after each of them, so that the next call can go on from any.
+//
+// All kernels below give the same bits. Each adds the rows of a state in the same order, and sums
+// of two products are written as fmaf: a compiler may round either product first.
 //
 // Needs: d and e at most 128, e a multiple of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
@@ -43,8 +46,10 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRows = 16;  // rows of the state in the registers of a thread
+constexpr int kRows = 16;      // rows of the state in the registers of a thread
+constexpr int kMaxTokens = 4;  // that a block mixes at once
 constexpr int kMaxWidth = static_cast<int>(kMaxStateWidth);
+constexpr int kSquares = kMaxWidth / 32;
 constexpr int kShiftThreads = 256;
 constexpr int kMaxClusterBlocks = 8;  // the most that every device with clusters supports
 constexpr float kTiny = 1e-6f;        // as in ops/recurrent/gated_delta.py
@@ -100,15 +105,16 @@ struct OwnChannel {
   int32_t convolved, projected;
 };
 
-// Returns channel i of a head: 0 to d - 1 are its query, up to 2 d - 1 its key, and then its value.
+// Returns channel i of a block: 0 to d - 1 are the query of its head, up to 2 d - 1 the key, and
+// then come values, from `first_value` on of those of all heads with this key.
 __device__ __forceinline__ OwnChannel FindChannel(const DeltaStepCall& c, const Places& places,
-                                                  int key_head, int shared_head, int i) {
+                                                  int key_head, int first_value, int i) {
   if (i < 2 * c.d) {
     const int part = i < c.d ? 0 : 1, within = i - part * c.d;
     const Place& place = i < c.d ? places.query : places.key;
     return {(part * c.key_heads + key_head) * c.d + within, place.Of(key_head, within)};
   }
-  const int within = shared_head * c.e + i - 2 * c.d;
+  const int within = first_value + i - 2 * c.d;
   return {2 * c.key_heads * c.d + key_head * c.shared * c.e + within,
           places.value.Of(key_head, within)};
 }
@@ -137,6 +143,44 @@ __device__ __forceinline__ float ChannelDecay(const DeltaStepCall& c, const Delt
   return expf(c.lower_bound < 0.0f ? c.lower_bound * Sigmoid(rate * x) : -rate * Softplus(x));
 }
 
+// Returns how many neighbouring rows of a state each of `groups` groups of threads has, a multiple
+// of four.
+__device__ __forceinline__ int RowsOfGroup(int d, int groups) {
+  return (d + 4 * groups - 1) / (4 * groups) * 4;
+}
+
+// Four neighbouring numbers of a state or of shared memory.
+struct Four {
+  float of[4];
+};
+
+__device__ __forceinline__ Four FourOf(const float4& four) {
+  return {{four.x, four.y, four.z, four.w}};
+}
+__device__ __forceinline__ Four LoadFour(const float* state) {
+  return FourOf(__ldcs(reinterpret_cast<const float4*>(state)));
+}
+__device__ __forceinline__ Four ReadFour(const float* shared) {
+  return FourOf(*reinterpret_cast<const float4*>(shared));
+}
+__device__ __forceinline__ void StoreFour(float* place, const Four& four) {
+  const auto& of = four.of;
+  *reinterpret_cast<float4*>(place) = make_float4(of[0], of[1], of[2], of[3]);
+}
+
+// The shared memory of a block that mixes `kTokens` tokens at once.
+template <int kTokens, bool kChannels>
+struct __align__(16) StepShared {
+  float queries[kTokens][kMaxWidth], keys[kTokens][kMaxWidth];  // before they have their lengths
+  float values[kTokens][kMaxWidth];
+  float read_keys[4 * kThreads], read_queries[4 * kThreads];
+  float corrections[kTokens][kMaxWidth], query_sums[kTokens][kMaxWidth];
+  float channel_decays[kChannels ? kTokens : 1][kMaxWidth];
+  float squares[kTokens][kSquares];  // of y, for each 32 columns
+  float query_scales[kTokens], key_scales[kTokens], pairs[kTokens];
+  float decays[kTokens], rates[kTokens];
+};
+
 // `kFull` says that d and e are kMaxWidth. The addresses of a thread are then a constant apart, and
 // two blocks fit into a multiprocessor. `kChannels` stands for `channel_decays`. `writes_keys` says
 // that this kernel also writes the past inputs of queries and keys. `kEarly` says that all but the
@@ -146,33 +190,44 @@ template <typename T, bool kFull, bool kChannels, bool kEarly, bool kMany>
 __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
     DeltaStep(const DeltaStepCall call, const Places places, const DeltaStepBuffers p,
               const bool writes_keys) {
-  __shared__ float mixed[3 * kMaxWidth];  // the query, the key and the value of this head
-  __shared__ __align__(16) float read_keys[4 * kThreads];
-  __shared__ __align__(16) float read_queries[4 * kThreads];
-  __shared__ __align__(16) float corrections[kMaxWidth];
-  __shared__ float squares[kMaxWidth / 32];
-  __shared__ float decay_and_rate[2];
-  __shared__ float channel_decays[kChannels ? kMaxWidth : 1];
+  constexpr int kTokens = kMany ? kMaxTokens : 1;
+  // Numbers of all tokens that a thread has: of y, and of the decays of channels.
+  constexpr int kOutputs = kTokens * kMaxWidth > kThreads ? kTokens * kMaxWidth / kThreads : 1;
+  using Shared = StepShared<kTokens, kChannels>;
+  NVFP4_DYNAMIC_SHARED(dynamic);
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic);
 
   DeltaStepCall c = call;
   if constexpr (kFull) c.d = c.e = kMaxWidth;
   if constexpr (!kMany) c.t = c.w = 1;
   const int heads = c.key_heads * c.shared, thread = threadIdx.x;
   const int head = blockIdx.x % heads, key_head = head / c.shared;
-  const int shared_head = head - key_head * c.shared;
+  const int shared_head = head - key_head * c.shared, first_value = shared_head * c.e;
   const int64_t row = blockIdx.x / heads;
   const int lanes = c.e / 4, groups = kThreads / lanes;
-  const int group = thread / lanes, column = thread % lanes;
+  const int group = thread / lanes, column = thread % lanes * 4;
+  const int rows = kFull ? kRows : RowsOfGroup(c.d, groups), first_line = group * rows;
+  const int used_groups = kFull ? kThreads / (kMaxWidth / 4) : (c.d + rows - 1) / rows;
 
-  const bool active = group < groups;
+  // Returns whether this thread has row i of its rows.
+  const auto has_row = [&](int i) {
+    return kFull || (group < groups && i < rows && first_line + i < c.d);
+  };
+  // Calls function(the first of them, its line in the state) for each four rows of this thread.
+  const auto each_quad = [&](const auto& function) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += 4) {
+      if (has_row(i)) function(i, first_line + i);
+    }
+  };
   const int32_t kept = kMany && kEarly ? KeptSlot(p.kept, row, c.w) : 0;
   // Returns the place of this head in arrays that have `count` slots or tokens in a row.
   const auto place_in = [&](int count, int index) -> int64_t {
     return kMany ? (row * count + index) * heads + head : blockIdx.x;
   };
-  // Returns what this thread has of a state.
+  // Returns the first row of this thread in a state.
   const auto state_in = [&](int slot) {
-    return reinterpret_cast<float4*>(p.state) + place_in(c.w, slot) * c.d * lanes + thread;
+    return p.state + (place_in(c.w, slot) * c.d + first_line) * c.e + column;
   };
   Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row, kept);
   OwnChannel channels[2] = {};
@@ -186,211 +241,295 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
     }
   };
   each_channel(
-      [&](int own, int i) { channels[own] = FindChannel(c, places, key_head, shared_head, i); });
-  float4 values[kRows];
+      [&](int own, int i) { channels[own] = FindChannel(c, places, key_head, first_value, i); });
+  Four values[kRows];
   Window<T> windows[2] = {};
   float weight = 0.0f;
-  bool present = false;
+  unsigned present = 1;  // a bit for each token that is no padding
   // Loads all that may be unchanged since the previous kernel.
   const auto load_unchanged = [&] {
-    const float4* state = state_in(convolution.kept);
+    const float* state = state_in(convolution.kept);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int line = group + i * groups;
-      values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (kFull || (active && line < c.d)) values[i] = __ldcs(state + i * groups * lanes);
+      values[i] = {};
+      if (has_row(i)) values[i] = LoadFour(state + i * c.e);
     }
     each_channel([&](int own, int) {
       windows[own] = LoadWindow(convolution, channels[own].convolved, FromFloat<T>(0.0f));
     });
-    if (thread < c.e) weight = p.norm[thread];
-    present = p.positions[row * c.t] < kPaddingPosition;
+    if (thread % kMaxWidth < c.e) weight = p.norm[thread % kMaxWidth];
+    if constexpr (!kMany) present = p.positions[row] < kPaddingPosition;
   };
   if constexpr (kEarly) {
     load_unchanged();
   } else if constexpr (!kMany) {
     each_channel([&](int own, int) { PrefetchWindow(convolution, channels[own].convolved); });
-    PrefetchLines(state_in(0) - thread, c.d * lanes * 16, thread, kThreads);
+    PrefetchLines(p.state + place_in(1, 0) * c.d * c.e, c.d * c.e * 4, thread, kThreads);
   }
-  // What this thread reads of a token.
-  struct Token {
-    T inputs[2];
-    float gate, rate, step, decay;
-    bool present;
+  // What this thread reads of the tokens.
+  struct Tokens {
+    T inputs[2][kTokens], gates[kOutputs], decays[kOutputs];
+    float rate, step;
   };
-  const auto load_token = [&](int token) {
-    const int64_t index = row * c.t + token;
-    Token read = {};
+  const int rates_token = kThreads - 1 - thread;  // whose rates this thread has
+  // Returns the place of number `i` of this thread among those of all tokens.
+  const auto decay_at = [&](int i) { return i * kThreads + kThreads - 1 - thread; };
+  const auto output_at = [&](int i) { return i * kThreads + thread; };
+  const auto load_tokens = [&](int first, int count) {
+    const int64_t index = row * c.t + first;
     const T* projected = static_cast<const T*>(p.projected) + index * places.row;
-    each_channel([&](int own, int) { read.inputs[own] = projected[channels[own].projected]; });
-    if (thread < c.e) {
-      const T* gates = projected;
-      if constexpr (kChannels) gates = static_cast<const T*>(p.gates) + index * c.key_heads * c.e;
-      read.gate = ToFloat(gates[places.gate.Of(key_head, shared_head * c.e + thread)]);
-    }
-    if (thread == kThreads - 1) {
-      const T* rates = static_cast<const T*>(p.rates) + index * places.rates_row;
+    Tokens read = {};
+    each_channel([&](int own, int) {
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) {
+        if (token >= count) break;
+        read.inputs[own][token] = projected[token * places.row + channels[own].projected];
+      }
+    });
+    if (rates_token < count) {
+      const T* rates = static_cast<const T*>(p.rates) + (index + rates_token) * places.rates_row;
       read.rate = ToFloat(rates[places.rate.Of(key_head, shared_head)]);
       if constexpr (!kChannels) read.step = ToFloat(rates[places.step.Of(key_head, shared_head)]);
     }
-    if constexpr (kChannels) {  // the other half of the threads convolves values
-      const int i = thread - kMaxWidth;
-      if (i >= 0 && i < c.d) {
-        read.decay =
-            ToFloat(static_cast<const T*>(p.decays)[(index * c.key_heads + head) * c.d + i]);
+    if constexpr (kChannels) {
+      const T* decays = static_cast<const T*>(p.decays) + (index * c.key_heads + head) * c.d;
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) {
+        const int token = decay_at(i) / kMaxWidth, line = decay_at(i) % kMaxWidth;
+        if (token < count && line < c.d) {
+          read.decays[i] = decays[token * c.key_heads * c.d + line];
+        }
       }
     }
-    if constexpr (kMany) read.present = p.positions[index] < kPaddingPosition;
+    const T* gates = projected;
+    if constexpr (kChannels) gates = static_cast<const T*>(p.gates) + index * c.key_heads * c.e;
+    const int gates_row = kChannels ? c.key_heads * c.e : places.row;
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) {
+      const int token = output_at(i) / kMaxWidth, own = output_at(i) % kMaxWidth;
+      if (token < count && own < c.e) {
+        read.gates[i] = gates[token * gates_row + places.gate.Of(key_head, first_value + own)];
+      }
+    }
+    if constexpr (kMany) {
+      present = 0;
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) {
+        if (token >= count) break;
+        present |= static_cast<unsigned>(p.positions[index + token] < kPaddingPosition) << token;
+      }
+    }
     return read;
   };
-  Token next = {};
-  // Computes the step of token `pass`. Pass -1 takes the place of the wait: its results are not
-  // used, and its token is zero. It brings the code of the others into the instruction cache.
-  const auto compute = [&](const int pass) {
-    const bool real = pass >= 0;
-    if (pass == 0) {
+  // Computes the steps of `count` tokens from `first` on. If they are not real, it takes the place
+  // of the wait: its results are not used, and its only token is zero. It brings the code of the
+  // others into the instruction cache.
+  const auto compute = [&](const int first, const int count, const bool real) {
+    if (real && first == 0) {
       WaitForPrecedingKernel();
       StartNextKernel();
       if constexpr (!kEarly && kMany) convolution.kept = KeptSlot(p.kept, row, c.w);
       // All loads are issued before the first of them is used.
       if constexpr (!kEarly) load_unchanged();
     }
-    // Blocks that share a multiprocessor hide the latency of each other, and have fewer registers.
-    if (pass == 0 || (!kEarly && real)) next = load_token(pass);
-    const Token token = next;
-    if (real) {
-      each_channel([&](int own, int) {
-        if constexpr (kMany) {
-          if (pass > 0) Shift(windows[own]);
-        }
-        windows[own].inputs[0] = token.inputs[own];
-      });
-      if constexpr (kMany) {
-        present = token.present;
-        if (kEarly && pass + 1 < c.t) next = load_token(pass + 1);  // while this one is computed
-      }
-      if constexpr (kEarly || kMany) __syncthreads();  // the pass before has read shared memory
+    Tokens tokens = {};
+    if (real) tokens = load_tokens(first, count);
+    if constexpr (kEarly || kMany) {
+      if (real) __syncthreads();  // the tokens before have been read from shared memory
     }
-    if (thread == kThreads - 1) {
-      if constexpr (kChannels) {
-        decay_and_rate[0] = 1.0f;
-      } else {
-        const float g = -expf(p.A_log[head]) * Softplus(token.step + p.dt_bias[head]);
-        decay_and_rate[0] = present ? expf(g) : 1.0f;
+    if (rates_token < count) {
+      float decay = 1.0f, rate = 0.0f;
+      if (present >> rates_token & 1) {
+        rate = Sigmoid(tokens.rate);
+        if constexpr (!kChannels) {
+          decay = expf(-expf(p.A_log[head]) * Softplus(tokens.step + p.dt_bias[head]));
+        }
       }
-      decay_and_rate[1] = present ? Sigmoid(token.rate) : 0.0f;
+      shared.decays[rates_token] = decay;
+      shared.rates[rates_token] = rate;
     }
     if constexpr (kChannels) {
-      const int i = thread - kMaxWidth;
-      if (i >= 0 && i < c.d) channel_decays[i] = ChannelDecay(c, p, head, i, token.decay);
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) {
+        const int token = decay_at(i) / kMaxWidth, line = decay_at(i) % kMaxWidth;
+        if (token >= count || line >= c.d) continue;
+        shared.channel_decays[token][line] =
+            ChannelDecay(c, p, head, line, ToFloat(tokens.decays[i]));
+      }
     }
     each_channel([&](int own, int i) {
       const int32_t channel = channels[own].convolved;
-      const auto earlier = [&](int tap) {
-        if constexpr (!kMany) return *convolution.Past(tap, channel);
-        const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channels[own]);
-        return InputAt(convolution, channel, inputs, max(pass, 0) + tap);
-      };
-      mixed[i] = Silu(Convolve(convolution, channel, windows[own], earlier));
-      if (!kMany && real && i >= 2 * c.d && present) {
+      float* const mixed = i < c.d       ? shared.queries[0] + i
+                           : i < 2 * c.d ? shared.keys[0] + i - c.d
+                                         : shared.values[0] + i - 2 * c.d;
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) {
+        if (token >= count) break;
+        if constexpr (kMany) {
+          if (first + token > 0) Shift(windows[own]);
+        }
+        windows[own].inputs[0] = tokens.inputs[own][token];
+        const auto earlier = [&](int tap) {
+          if constexpr (!kMany) return *convolution.Past(tap, channel);
+          const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channels[own]);
+          return InputAt(convolution, channel, inputs, first + token + tap);
+        };
+        mixed[token * kMaxWidth] = Silu(Convolve(convolution, channel, windows[own], earlier));
+      }
+      if (!kMany && real && i >= 2 * c.d && present != 0) {
         Advance(convolution, channel, windows[own]);
       }
     });
-    if (pass == c.t - 1) ArriveAtCluster();
+    if (real && first + count == c.t) ArriveAtCluster();  // this block has read the past inputs
     __syncthreads();
 
-    // Each warp computes the lengths itself, which takes no further barrier.
-    float query_square = 0.0f, key_square = 0.0f, both = 0.0f;
+    struct Lengths {
+      float query_scale, key_scale, pair;
+    };
+    // Computes the lengths of a query and a key, with one warp.
+    const auto find_lengths = [&](int token) -> Lengths {
+      float query_square = 0.0f, key_square = 0.0f, both = 0.0f;
 #pragma unroll
-    for (int first = 0; first < kMaxWidth; first += 32) {
-      const int i = first + thread % 32;
-      const float query = i < c.d ? mixed[i] : 0.0f, key = i < c.d ? mixed[c.d + i] : 0.0f;
-      query_square += query * query;
-      key_square += key * key;
-      both += query * key;
-    }
-    const float query_scale = ReciprocalRoot(SumOfWarp(query_square) + kTiny) * c.scale;
-    const float key_scale = ReciprocalRoot(SumOfWarp(key_square) + kTiny);
-    const float decay = decay_and_rate[0];
-    const auto decay_of = [&](int line) { return kChannels ? channel_decays[line] : decay; };
-
-    float4 keys = make_float4(0.0f, 0.0f, 0.0f, 0.0f), queries = keys;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int line = group + i * groups;
-      if (!kFull && line >= c.d) continue;
-      float key = mixed[c.d + line] * key_scale, query = mixed[line] * query_scale;
-      if constexpr (kChannels) {
-        key *= channel_decays[line];
-        query *= channel_decays[line];
+      for (int line = thread % 32; line < kMaxWidth; line += 32) {
+        const float query = line < c.d ? shared.queries[token][line] : 0.0f;
+        const float key = line < c.d ? shared.keys[token][line] : 0.0f;
+        query_square += query * query;
+        key_square += key * key;
+        both += query * key;
       }
-      keys.x += key * values[i].x;
-      keys.y += key * values[i].y;
-      keys.z += key * values[i].z;
-      keys.w += key * values[i].w;
-      queries.x += query * values[i].x;
-      queries.y += query * values[i].y;
-      queries.z += query * values[i].z;
-      queries.w += query * values[i].w;
+      const float query_scale = ReciprocalRoot(SumOfWarp(query_square) + kTiny) * c.scale;
+      const float key_scale = ReciprocalRoot(SumOfWarp(key_square) + kTiny);
+      return {query_scale, key_scale, SumOfWarp(both) * query_scale * key_scale};
+    };
+    Lengths lengths = {};
+    if constexpr (kMany) {
+      const int token = thread / 32;
+      if (token < count) {
+        lengths = find_lengths(token);
+        if (thread % 32 == 0) {
+          shared.query_scales[token] = lengths.query_scale;
+          shared.key_scales[token] = lengths.key_scale;
+          shared.pairs[token] = lengths.pair;
+        }
+      }
+      __syncthreads();
+    } else {
+      lengths = find_lengths(0);  // each warp computes them itself, which takes no barrier
     }
-    // A place is group * e + 4 * column, because the threads of a group follow each other.
-    reinterpret_cast<float4*>(read_keys)[thread] = keys;
-    reinterpret_cast<float4*>(read_queries)[thread] = queries;
-    const float pair = SumOfWarp(both) * query_scale * key_scale;
-    __syncthreads();
+    const auto lengths_of = [&](int token) -> Lengths {
+      if constexpr (!kMany) return lengths;
+      return {shared.query_scales[token], shared.key_scales[token], shared.pairs[token]};
+    };
 
-    float y = 0.0f;
-    if (thread < kMaxWidth) {
-      if (thread < c.e) {
-        const int used = groups < c.d ? groups : c.d;
-        float key_sum = 0.0f, query_sum = 0.0f;
+    float y[kOutputs] = {};
+    // Computes y of all tokens, and the sums of its squares.
+    const auto find_y = [&] {
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) {
+        const int token = output_at(i) / kMaxWidth, own = output_at(i) % kMaxWidth;
+        if (token >= count) break;
+        if (own < c.e) {
+          y[i] = fmaf(lengths_of(token).pair, shared.corrections[token][own],
+                      shared.decays[token] * shared.query_sums[token][own]);
+        }
+        const float square = SumOfWarp(y[i] * y[i]);
+        if (thread % 32 == 0) shared.squares[token][own / 32] = square;
+      }
+    };
+#pragma unroll 1
+    for (int token = 0; token < count; ++token) {
+      const Lengths of = lengths_of(token);
+      const float decay = shared.decays[token];
+      Four keys = {}, queries = {};
+      each_quad([&](int first_row, int line) {
+        const Four own_keys = ReadFour(shared.keys[token] + line);
+        const Four own_queries = ReadFour(shared.queries[token] + line);
+        Four decays = {};
+        if constexpr (kChannels) decays = ReadFour(shared.channel_decays[token] + line);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!has_row(first_row + i)) continue;
+          float key = own_keys.of[i] * of.key_scale, query = own_queries.of[i] * of.query_scale;
+          if constexpr (kChannels) {
+            key *= decays.of[i];
+            query *= decays.of[i];
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            keys.of[j] += key * values[first_row + i].of[j];
+            queries.of[j] += query * values[first_row + i].of[j];
+          }
+        }
+      });
+      // The place of a thread is group * e + column, because the threads of a group follow each
+      // other.
+      StoreFour(shared.read_keys + thread * 4, keys);
+      StoreFour(shared.read_queries + thread * 4, queries);
+      __syncthreads();
+      // Half of the threads has the products with the key, the other one those with the query.
+      const int own = thread % kMaxWidth;
+      if (own < c.e) {
+        const float* read = thread < kMaxWidth ? shared.read_keys : shared.read_queries;
+        float sum = 0.0f;
 #pragma unroll 8
-        for (int i = 0; i < used; ++i) {
-          key_sum += read_keys[i * c.e + thread];
-          query_sum += read_queries[i * c.e + thread];
-        }
-        const float correction = decay_and_rate[1] * (mixed[2 * c.d + thread] - decay * key_sum);
-        corrections[thread] = correction;
-        y = decay * query_sum + pair * correction;
-      }
-      const float square = SumOfWarp(y * y);
-      if (thread % 32 == 0) squares[thread / 32] = square;
-    }
-    __syncthreads();
-
-    if (real && (present || kMany)) {
-      const float4 correction = reinterpret_cast<const float4*>(corrections)[column];
-      float4* state = state_in(real ? pass : 0);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int line = group + i * groups;
-        if (!kFull && (!active || line >= c.d)) continue;
-        const float key = mixed[c.d + line] * key_scale, left = decay_of(line);
-        const float4 after = make_float4(
-            left * values[i].x + key * correction.x, left * values[i].y + key * correction.y,
-            left * values[i].z + key * correction.z, left * values[i].w + key * correction.w);
-        if constexpr (kMany) {
-          if (present) values[i] = after;
-          state[i * groups * lanes] = values[i];
+        for (int i = 0; i < used_groups; ++i) sum += read[i * c.e + own];
+        if (thread < kMaxWidth) {
+          shared.corrections[token][own] =
+              shared.rates[token] * fmaf(-decay, sum, shared.values[token][own]);
         } else {
-          state[i * groups * lanes] = after;
+          shared.query_sums[token][own] = sum;
         }
       }
+      __syncthreads();
+      if (token == count - 1) find_y();
+      if (real && (present != 0 || kMany)) {
+        const auto correction = ReadFour(shared.corrections[token] + column);
+        float* const state = state_in(first + token);
+        const bool changes = !kMany || (present >> token & 1) != 0;
+        each_quad([&](int first_row, int line) {
+          const Four own_keys = ReadFour(shared.keys[token] + line);
+          Four decays = {};
+          if constexpr (kChannels) decays = ReadFour(shared.channel_decays[token] + line);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (!has_row(first_row + i)) continue;
+            Four& own_values = values[first_row + i];
+            const float key = own_keys.of[i] * of.key_scale;
+            const float left = kChannels ? decays.of[i] : decay;
+            Four after;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              after.of[j] = fmaf(key, correction.of[j], left * own_values.of[j]);
+            }
+            if (changes) own_values = after;
+            StoreFour(state + (first_row + i) * c.e, own_values);
+          }
+        });
+      }
     }
-    if (real && thread < c.e) {
+    if (!real) return;  // from this lambda
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) {
+      const int token = output_at(i) / kMaxWidth, own = output_at(i) % kMaxWidth;
+      if (token >= count || own >= c.e) continue;
       float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kMaxWidth / 32; ++i) sum += squares[i];
-      const float normal = weight * (y * ReciprocalRoot(sum / static_cast<float>(c.e) + c.eps));
-      static_cast<T*>(p.y)[place_in(c.t, pass) * c.e + thread] =
-          FromFloat<T>(normal * (kChannels ? Sigmoid(token.gate) : Silu(token.gate)));
+      for (const float square : shared.squares[token]) sum += square;
+      const float normal = weight * (y[i] * ReciprocalRoot(sum / static_cast<float>(c.e) + c.eps));
+      const float gate = ToFloat(tokens.gates[i]);
+      static_cast<T*>(p.y)[place_in(c.t, first + token) * c.e + own] =
+          FromFloat<T>(normal * (kChannels ? Sigmoid(gate) : Silu(gate)));
     }
   };
   if constexpr (kEarly || kMany) {
 #pragma unroll 1
-    for (int pass = kEarly ? -1 : 0; pass < c.t; ++pass) compute(pass);
+    for (int first = kEarly ? -kTokens : 0; first < c.t; first += kTokens) {
+      const bool real = first >= 0;
+      compute(max(first, 0), kMany && real ? min(kTokens, c.t - first) : 1, real);
+    }
   } else {
-    compute(0);
+    compute(0, 1, /*real=*/true);
   }
   WaitForCluster();
   const bool writes = writes_keys && shared_head == 0;
@@ -402,7 +541,7 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
         WriteSlots(convolution, channels[own].convolved, inputs, c.t, count);
       }
     });
-  } else if (writes && present && thread < 2 * c.d) {
+  } else if (writes && present != 0 && thread < 2 * c.d) {
     Advance(convolution, channels[0].convolved, windows[0]);
   }
 }
@@ -431,6 +570,7 @@ template <typename T, bool kFull, bool kChannels, bool kEarly, bool kMany>
 cudaError_t LaunchDeltaStepAs(cudaStream_t stream, const DeltaStepCall& c,
                               const DeltaStepBuffers& buffers) {
   constexpr auto kKernel = DeltaStep<T, kFull, kChannels, kEarly, kMany>;
+  using Shared = StepShared<kMany ? kMaxTokens : 1, kChannels>;
   const Places places = FindPlaces(c, buffers.rates != nullptr);
   DeltaStepBuffers p = buffers;
   if (p.rates == nullptr) {
@@ -440,8 +580,9 @@ cudaError_t LaunchDeltaStepAs(cudaStream_t stream, const DeltaStepCall& c,
   const dim3 grid(static_cast<unsigned>(c.b * c.key_heads * c.shared));
   const bool clusters = c.shared <= kMaxClusterBlocks && HasClusters(kKernel);
   const bool writes_keys = c.shared == 1 || clusters;
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchClusters(stream, grid, clusters ? c.shared : 1, kThreads, 0,
-                                            /*overlaps=*/true, kKernel, c, places, p, writes_keys));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchClusters(stream, grid, clusters ? c.shared : 1, kThreads,
+                                            static_cast<int>(sizeof(Shared)), /*overlaps=*/true,
+                                            kKernel, c, places, p, writes_keys));
   if (writes_keys) return cudaSuccess;
   const int64_t channels = c.b * 2 * c.key_heads * c.d;
   const dim3 blocks(static_cast<unsigned>(CeilDiv(channels, kShiftThreads)));

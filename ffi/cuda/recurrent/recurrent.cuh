@@ -174,19 +174,4 @@ __device__ __forceinline__ int CountPresent(const int32_t* positions, int64_t ro
   return count;
 }
 
-// Where a kernel on compute capability 9.0 or later was launched in clusters, these two functions
-// are a barrier of the cluster in two halves. Elsewhere they do nothing. The first half orders no
-// memory: what a thread has loaded and used before it is complete, and a fence would wait for the
-// loads of the state.
-__device__ __forceinline__ void ArriveAtCluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void WaitForCluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
 }  // namespace nvfp4

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.ops.dense import dense
 
-_WIDTH = 16  # of the input of the layer, and the most tokens
+_WIDTH = 32  # of the input of the layer, and the most tokens
 
 
 def lower_behind_layer(step, projected, *rest):
     """Return ``step(projected, *rest)`` as a lowered program, and the operands of that program.
 
-    A linear layer writes `projected`, of up to 16 tokens. Token i of its input is one at place i,
+    A linear layer writes `projected`, of up to 32 tokens. Token i of its input is one at place i,
     so that the result has the bits of `projected`.
     """
     (b, t, n), dtype = projected.shape, projected.dtype

@@ -85,6 +85,9 @@ inline void PrefetchLine(const void*) {}
 inline void PrefetchLines(const void*, int, int, int) {}
 inline void SyncCluster() { emulation::SyncCluster(); }
 inline void LeaveCluster() { emulation::SyncCluster(); }
+// The second half is the whole barrier here.
+inline void ArriveAtCluster() {}
+inline void WaitForCluster() { emulation::SyncCluster(); }
 inline float4 LoadPeer16(uint32_t address, uint32_t rank) {
   float4 values;
   const int64_t offset = At(address, 16) - emulation::Dynamic();
