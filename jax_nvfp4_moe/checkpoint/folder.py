@@ -4,6 +4,7 @@ A checkpoint is untrusted, and names inside it decide which files are opened. Ea
 resolved first and must lie in the folder. Nothing from the folder is executed.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -131,7 +132,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     repeated: dict[str, None] = {}
     try:
         parsed = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=lambda pairs: _distinct(pairs, repeated)
+            raw.decode("utf-8"), object_pairs_hook=functools.partial(_distinct, repeated)
         )
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
@@ -144,13 +145,15 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return parsed
 
 
-def _distinct(pairs, repeated):
+def _distinct(repeated, pairs):
     """Return the object of `pairs`, and add keys that occur more than once to `repeated`."""
-    parsed: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in parsed:
-            repeated[key] = None
-        parsed[key] = value
+    parsed: dict[str, Any] = dict(pairs)
+    if len(parsed) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                repeated[key] = None
+            seen.add(key)
     return parsed
 
 

@@ -36,6 +36,8 @@ _PREFIX = rf"((?:(?:{'|'.join(PARTS)})\.)*)"
 # Only layers and the embedding identify the language model: a vision tower may have a norm too.
 _TELLING = re.compile(_PREFIX + r"(?:layers\.\d+|embed_tokens|embed(?:dings?)?)\.")
 _TELLING_HEAD = re.compile(rf"({_PREFIX}lm_head\.|head\.)")
+_EXPERTS = ".experts."
+_ALIASES = tuple(ALIASES)
 _PROJECTION = re.compile(rf"(\.experts\.\d+)\.({'|'.join(PROJECTION_OF)})(?=\.|$)")
 _LAYER = re.compile(r"(.*?\.)layers\.\d+\.")
 # In the names and patterns of a quantization config: a wrapper first, and a part that is repeated.
@@ -79,9 +81,8 @@ class KeyMapping:
         if not name.startswith(self.prefix):
             return name
         rest = name.removeprefix(self.prefix)
-        for alias, own in ALIASES.items():
-            if rest.startswith(alias):
-                rest = own + rest.removeprefix(alias)
+        if rest.startswith(_ALIASES):
+            rest = _without_alias(rest)
         for other, own in STACKED.items():
             if other in rest:
                 rest = rest.replace(other, own).removesuffix(".weight")
@@ -96,6 +97,14 @@ class KeyMapping:
     def stored(self, module: str) -> str:
         """Return the name in the file of a module that models ask for, such as an expert block."""
         return self.prefix + module.removeprefix(CANONICAL)
+
+
+def _without_alias(name) -> str:
+    """Return a name that begins with one of `ALIASES`, as models ask for it."""
+    for alias, own in ALIASES.items():
+        if name.startswith(alias):
+            name = own + name.removeprefix(alias)
+    return name
 
 
 def _respell(name, spelled: Mapping[str, str]) -> str:
@@ -116,7 +125,7 @@ def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
     prefixes: dict[str, str] = {}  # prefix -> the first tensor that has it
     heads: dict[str, str] = {}
     spelled = PROJECTIONS
-    for name in names:
+    for name in _without_alike(names):
         if found := _TELLING.match(name):
             prefixes.setdefault(found[1], name)
         if found := _TELLING_HEAD.match(name):
@@ -132,6 +141,19 @@ def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
     if not prefixes:
         problems += _unknown_prefixes(names)
     return KeyMapping(next(iter(prefixes), CANONICAL), next(iter(heads), _HEAD), spelled)
+
+
+def _without_alike(names: Iterable[str]) -> Iterable[str]:
+    """Return `names` with only the first of those that differ in the number of an expert alone.
+
+    A file has tens of thousands of names, and some hundred of them without the numbers.
+    """
+    first: dict[tuple[str, ...], str] = {}
+    for name in names:
+        head, _, rest = name.partition(_EXPERTS)
+        number, _, leaf = rest.partition(".")
+        first.setdefault((head, leaf) if number.isdecimal() else (name,), name)
+    return first.values()
 
 
 def _unknown_prefixes(names) -> list[str]:
@@ -176,6 +198,9 @@ def canonical_names(
       key_mapping: how the file spells names.
       problems: receives a sentence for each pair of tensors that map to the same name.
     """
+    names = list(names)
+    if all(key_mapping.canonical(name) == name for name in _without_alike(names)):
+        return dict(zip(names, names, strict=True))  # a number changes no name that the rest keeps
     renamed: dict[str, str] = {}
     owner: dict[str, str] = {}
     for name in names:

@@ -52,6 +52,22 @@ def test_a_prefix_is_found_from_the_names(prefix, head):
     assert problems == []
 
 
+def test_the_number_of_an_expert_hides_no_other_name():
+    """Names that differ in such a number alone are looked at once."""
+    alike = [f"model.layers.0.mlp.experts.{x}.up_proj.weight" for x in range(3)]
+    others = ["model.layers.0.mlp.experts.x.w1.weight", "model.layers.0.mlp.experts.3.w1.weight"]
+    others += ["model.experts.0.experts.1.w1.weight", "head.weight"]
+    problems = []
+    assert find_key_mapping([*alike, *others], problems).projections == SPELLINGS[1]
+    assert find_key_mapping(alike, problems).projections == PROJECTIONS
+    assert find_key_mapping([*alike, others[2]], problems).projections == SPELLINGS[1]
+    assert list(canonical_names(alike, KeyMapping(), problems).values()) == alike
+    names = [*alike, "model.layers.0.mlp.experts.1.embed.weight", "model.embed.weight"]
+    renamed = canonical_names(names, KeyMapping(), problems)
+    assert list(renamed.values()) == [*names[:-1], "model.embed_tokens.weight"]
+    assert problems == []
+
+
 def test_names_of_nemotron():
     for name in ("embedding", "embeddings"):
         names = [

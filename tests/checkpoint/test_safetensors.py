@@ -7,6 +7,7 @@ import os
 import pathlib
 import resource
 import tempfile
+import unittest.mock
 
 import ml_dtypes
 import numpy as np
@@ -15,11 +16,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
+from jax_nvfp4_moe.checkpoint import safetensors
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.export import LazyTensor, write_checkpoint, write_safetensors
 from jax_nvfp4_moe.checkpoint.folder import read_config, read_size
 from jax_nvfp4_moe.checkpoint.reading.byte_runs import find_runs, index_shape
-from jax_nvfp4_moe.checkpoint.safetensors import INDEX, STORED_TYPES, open_tensors
+from jax_nvfp4_moe.checkpoint.safetensors import INDEX, STORED_TYPES, open_tensors, read_header
 
 DTYPES = (
     *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu),
@@ -183,6 +185,7 @@ BAD_FILES = {
     "long integer": (pack_file(b'{"a": ' + b"9" * 5000 + b"}"), "not JSON"),
     "an array": (pack_file([1, 2]), "expected a JSON object, got list"),
     "repeated name": (pack_file(b'{"a": 1, "a": 2}'), "repeated keys: 'a'"),
+    "repeated names": (pack_file(b'{"a": 1, "b": 2, "b": 3, "a": 4}'), "repeated keys: 'b', 'a'"),
     "repeated field": (pack_file(b'{"a": {"dtype": "U8", "dtype": "I8"}}'), "repeated keys: 'd"),
     "metadata": (pack_file({"__metadata__": {"a": 1}}), "__metadata__: expected an object"),
     "entry is no object": (pack_file({"a": 7}), "'a': expected an object with dtype"),
@@ -221,6 +224,52 @@ def test_bad_files(tmp_path, case):
     with pytest.raises(CheckpointError, match=expected) as caught:
         open_tensors(write_raw(tmp_path, raw))
     assert "'model.safetensors'" in str(caught.value)
+
+
+ODD_FIELDS = {
+    "dtype": ("F32", "U8", "F4", "F7", None, ["F32"]),
+    "shape": (
+        [2],
+        [8],
+        [2, 1],
+        [True, 2],
+        [2.0],
+        [-2],
+        [[2]],
+        [2**63],
+        [1] * 33,
+        [0],
+        [],
+        "2",
+        None,
+    ),
+    "data_offsets": (
+        *([0, 8], [8, 16], [16, 24], [4, 12], [8, 8], [0, 0], [8, 0], [False, 8], [0.0, 8]),
+        *([-8, 0], [0, 8, 8], [2**64, 2**64 + 8], ["0", 8], [[0], 8], None),
+    ),
+}
+
+
+@examples(400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    entries=st.lists(
+        st.fixed_dictionaries({key: st.sampled_from(odd) for key, odd in ODD_FIELDS.items()})
+        | st.sampled_from([7, None, {"dtype": "F32"}, {**entry(), "more": 1}]),
+        max_size=2,
+    ),
+    valid=st.integers(0, 3),
+    more=st.sampled_from([0, 0, 8, 9]),
+)
+def test_all_entries_at_once_are_checked_as_each_by_itself(tmp_path, entries, valid, more):
+    good = [entry(offsets=[8 * i, 8 * i + 8]) for i in range(valid)]
+    header = {f"t{i}": one for i, one in enumerate([*good, *entries])}
+    path = write_raw(tmp_path, pack_file(header, bytes(8 * valid + more))) / "model.safetensors"
+    found: list[str] = []
+    infos = read_header(path, "f", found)
+    with unittest.mock.patch.object(safetensors, "_parse_valid", return_value=None):
+        expected: list[str] = []
+        assert infos == read_header(path, "f", expected)
+    assert found == expected
 
 
 def test_all_problems_come_at_once(tmp_path):

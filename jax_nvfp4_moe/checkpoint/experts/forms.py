@@ -5,7 +5,6 @@ Only headers change: a tensor gets another name or shape, or its parts become te
 layers, in place of one for each tensor that is missing.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ _BOTH = "gate_up_proj"
 _APART = SPELLINGS[:2]  # of projections that are stacked apart
 _STEMS = ("w13", _BOTH, *_APART[0], *_APART[1])
 # Published files of Step-3.7 have one tensor for each projection of all experts.
+_MOE = ".moe."
 _OUTSIDE = re.compile(r"(.+\.moe)\.((?:gate|up|down)_proj)\.(\w+)")
 _STACKED = re.compile(rf"({'|'.join(_STEMS)})(?:([._])(.+))?")
 _EACH = re.compile(rf"(\d+)\.{_BOTH}\.(.+)")
@@ -42,7 +42,7 @@ def divide_stacks(tensors: Tensors) -> None:
     """Divide tensors that stack one projection of all experts outside of the experts' module."""
     changes: dict[str, Sequence[Change]] = {}
     for name in tensors.names():
-        match = _OUTSIDE.fullmatch(name)
+        match = _OUTSIDE.fullmatch(name) if _MOE in name else None
         if match is None:
             continue
         block, projection, leaf = match.groups()
@@ -52,7 +52,7 @@ def divide_stacks(tensors: Tensors) -> None:
             stem = f"{block}.experts"
             new = (f"{stem}.{expert}.{projection}.{leaf}" for expert in range(shape[0]))
             parts = zip(new, _divide(info, shape[0]), strict=True)
-            changes[name] = [(one, dataclasses.replace(part, name=one)) for one, part in parts]
+            changes[name] = [(one, part._replace(name=one)) for one, part in parts]
     tensors.reform(changes)
 
 
@@ -69,7 +69,11 @@ def settle_experts(finder: Finder, prefix: str, sizes: ExpertSizes) -> None:
     order of gate and up where an architecture alternates their rows.
     """
     before = len(f"{prefix}.")
-    names = {name[before:]: name for name in finder.tensors.under(f"{prefix}.")}
+    names = {
+        rest: name
+        for name in finder.tensors.under(f"{prefix}.")
+        if not (rest := name[before:])[:1].isdecimal() or _BOTH in rest
+    }
     stems = {stem for stem, form in _STACKED_AS.items() if any(map(form.fullmatch, names))}
     changes: dict[str, Sequence[Change]] = {}
     for rest, name in names.items():
@@ -78,8 +82,7 @@ def settle_experts(finder: Finder, prefix: str, sizes: ExpertSizes) -> None:
             info = finder.tensors.info(name)
             head = info.name.removesuffix(rest) if info.name.endswith(rest) else f"{prefix}."
             changes[name] = [
-                (f"{prefix}.{new}", dataclasses.replace(part, name=head + new))
-                for new, part in made
+                (f"{prefix}.{new}", part._replace(name=head + new)) for new, part in made
             ]
     finder.tensors.reform(changes)
 
@@ -165,7 +168,7 @@ def _with_axis(info: TensorInfo, experts: int) -> TensorInfo:
     rows, columns = info.shape
     if rows % experts:
         return info
-    return dataclasses.replace(info, shape=(experts, rows // experts, columns))
+    return info._replace(shape=(experts, rows // experts, columns))
 
 
 def _divide(info: TensorInfo, count: int, *, rows: bool = False) -> list[TensorInfo]:
@@ -185,8 +188,7 @@ def _divide(info: TensorInfo, count: int, *, rows: bool = False) -> list[TensorI
     keeps = (rows and (first > 1 or bool(rest))) or first > 1
     nbytes = info.nbytes // count
     return [
-        dataclasses.replace(
-            info,
+        info._replace(
             shape=(first, *rest) if keeps else rest,
             start=info.start + part * nbytes,
             nbytes=nbytes,

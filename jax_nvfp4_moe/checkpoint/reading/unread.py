@@ -8,7 +8,7 @@ an `Unread` in place of each array. Its shapes are known before anything is read
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ Index = tuple[int | slice, ...]
 Check = Callable[[np.ndarray], str | None]  # takes a part of an array, returns what is wrong
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A stored tensor, or a part of it, and its place: ``array[at] = tensor[part]``, broadcast.
 
     Attributes:

@@ -5,7 +5,6 @@ missing or wrong becomes a problem of the `Finder`, and the shapes are right in 
 later steps can find more problems.
 """
 
-import dataclasses
 import functools
 import logging
 import math
@@ -329,7 +328,7 @@ def _take_row_scales(finder, one: Projection, name) -> list[Piece]:
             f"{quoted(name)}: {info} is not supported for gate and up rows that alternate; "
             f"expected {[e, n]}"
         )
-    return [dataclasses.replace(piece, shape=(e, -1)) for piece in one.pieces(name)]
+    return [piece._replace(shape=(e, -1)) for piece in one.pieces(name)]
 
 
 def _scalar_shapes(one: Projection, parts: int) -> list[Shape]:

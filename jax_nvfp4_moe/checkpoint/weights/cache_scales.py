@@ -167,10 +167,10 @@ class CacheScaleFinder:
         """Yield the scales in the layers of the language model that were not asked for."""
         for scope in scopes:
             for name in self._finder.tensors.under(f"{scope}." if scope else "model.layers."):
-                layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
-                if name in self._finder.taken or layer is None:
+                if name in self._finder.taken:
                     continue
-                part = find_part(name)
+                layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
+                part = None if layer is None else find_part(name)
                 if part is not None and (num_layers is None or int(layer[1]) < num_layers):
                     yield name, part
 

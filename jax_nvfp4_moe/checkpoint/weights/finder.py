@@ -123,7 +123,7 @@ class Finder:
 
     def find(self, name: str) -> TensorInfo | None:
         """Return what the header says about the tensor `name`, or None if it does not exist."""
-        return self.tensors.info(name) if name in self.tensors else None
+        return self.tensors.find(name)
 
     def take(self, name: str, dtypes: Sequence[str], *shapes: Shape) -> TensorInfo | None:
         """Take the tensor `name`, which must have one of `dtypes` and one of `shapes`.
