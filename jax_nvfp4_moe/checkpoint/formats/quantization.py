@@ -13,6 +13,10 @@ from typing import Any
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, Problems, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, nested_configs, read_json
 from jax_nvfp4_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from jax_nvfp4_moe.checkpoint.formats.expert_numbers import (
+    tells_experts_apart,
+    without_expert_number,
+)
 from jax_nvfp4_moe.checkpoint.formats.fp8_blocks import (
     FP8_BLOCKS,
     FP8_WITH_NVFP4_EXPERTS,
@@ -48,10 +52,13 @@ class QuantConfig:
       format: the checkpoint format. None if nothing is quantized.
       rules: the rules of each place that declares a quantization. They must agree on every module
         that is loaded.
+      tells_experts_apart: whether the rules may say something else of one expert of a layer than of
+        another; see `expert_numbers`.
     """
 
     format: CheckpointFormat | None = None
     rules: tuple[Rules, ...] = ()
+    tells_experts_apart: bool = True
     _known: dict[str, list[Decision]] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
@@ -82,9 +89,10 @@ class QuantConfig:
         Raises:
           CheckpointError: two places disagree about the module, or its format is not supported.
         """
-        if module not in self._known:
-            self._known[module] = self._agreed(module)
-        return self._known[module]
+        key = module if self.tells_experts_apart else without_expert_number(module)
+        if key not in self._known:
+            self._known[key] = self._agreed(module)
+        return self._known[key]
 
     def checkpoint_scheme(self, module: str) -> CheckpointScheme:
         """Return the scheme of `module`, or None if it is dense; otherwise as `decide`."""
@@ -116,11 +124,11 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
       CheckpointError: an algorithm is unknown or not supported, or two places disagree.
     """
     problems = Problems()
-    found: list[tuple[CheckpointFormat, Rules | None]] = []
+    declared: list[tuple[Any, CheckpointFormat, Rules | None]] = []
     for read in (_from_file, _from_config):
         with problems.collected():
-            found.extend(read(pathlib.Path(folder), config))
-    found = _with_manifests(found)
+            declared.extend(read(pathlib.Path(folder), config))
+    found = _with_manifests([(format, rules) for _, format, rules in declared])
     verdicts = [_verdicts(format, rules) for format, rules in found]
     if not problems and verdicts and not set.intersection(*verdicts):
         problems.append(
@@ -129,7 +137,10 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
         )
     problems.finish(str(folder))
     rules = tuple(rules for _, rules in found if rules is not None)
-    return QuantConfig(found[0][0], rules) if rules else QuantConfig()
+    if not rules:
+        return QuantConfig()
+    apart = any(tells_experts_apart(section) for section, _, _ in declared)
+    return QuantConfig(found[0][0], rules, apart)
 
 
 def _with_manifests(found):
@@ -144,13 +155,14 @@ def _with_manifests(found):
 
 
 def _from_file(folder, _):
-    """Yield the format and the rules of ``hf_quant_config.json`` if the file exists."""
+    """Yield ``hf_quant_config.json``, its format and its rules if the file exists."""
     if exists(folder, QUANT_FILE):
-        yield MODELOPT, parse_file(read_json(folder, QUANT_FILE))
+        contents = read_json(folder, QUANT_FILE)
+        yield contents, MODELOPT, parse_file(contents)
 
 
 def _from_config(_, config):
-    """Yield the format and the rules of each quantization config in ``config.json``.
+    """Yield each quantization config in ``config.json``, its format and its rules.
 
     The config of a multimodal model may hold one beside ``text_config`` and one inside, which must
     agree.
@@ -162,7 +174,7 @@ def _from_config(_, config):
             section = holder.get(key)
             if section is not None and section not in seen:
                 seen.append(section)
-                yield _parse_section(section, f"{CONFIG}: {place}{key}")
+                yield section, *_parse_section(section, f"{CONFIG}: {place}{key}")
 
 
 def _parse_section(section, source):
