@@ -247,7 +247,7 @@ class Tensors:
     def read_run(self, name: str, run: Run) -> np.ndarray:
         """Return the elements of one run of the tensor; raises the errors of `read`."""
         raw = aligned_empty((run.nbytes,), np.dtype(np.uint8))
-        self._read_bytes(name, raw.data, run.start)
+        self.read_bytes(name, raw.data, run.start)
         return run.pick(raw, STORED_TYPES[self._infos[name].dtype].numpy)
 
     def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:
@@ -268,10 +268,19 @@ class Tensors:
                 f"out: expected a C-contiguous array of at most {info.nbytes - start} bytes for "
                 f"{name}, got {out.nbytes} bytes"
             )
-        self._read_bytes(name, out.reshape(-1).view(np.uint8).data, start)
+        self.read_bytes(name, out.reshape(-1).view(np.uint8).data, start)
 
-    def _read_bytes(self, name, view, start):
-        """Fill `view` with the bytes of a tensor from offset `start` on."""
+    def read_bytes(self, name: str, view: memoryview, start: int) -> None:
+        """Read bytes of the tensor into a view, which must not be longer than the tensor.
+
+        Args:
+          name: the name of the tensor.
+          view: single bytes. It is filled.
+          start: the offset of the first byte, from the first byte of the tensor.
+
+        Raises:
+          CheckpointError: the file has become shorter since its header was read.
+        """
         info = self._infos[name]
         done = 0
         while done < len(view):

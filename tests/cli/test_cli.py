@@ -402,7 +402,7 @@ def test_a_prompt_that_is_not_utf8_is_the_users_error(run):
 
 def test_a_file_that_shrinks_while_a_model_loads(run, tmp_path, monkeypatch):
     folder = copy_with_config(EXAMPLE, tmp_path / "m")
-    original, reads = Tensors._read_bytes, []
+    original, reads = Tensors.read_bytes, []
 
     def shrinking(self, *given):
         reads.append(1)
@@ -410,7 +410,7 @@ def test_a_file_that_shrinks_while_a_model_loads(run, tmp_path, monkeypatch):
             os.truncate(folder / "model.safetensors", 100_000)
         return original(self, *given)
 
-    monkeypatch.setattr(Tensors, "_read_bytes", shrinking)
+    monkeypatch.setattr(Tensors, "read_bytes", shrinking)
     status, out, err = run("generate", folder)
     assert (status, out) == (2, "")
     assert "error: " in err

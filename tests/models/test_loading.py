@@ -105,7 +105,7 @@ def test_frozen_weights_are_no_params():
 
 def test_load_moe_reads_its_own_layer_alone(monkeypatch):
     read = set()
-    for method in ("read", "read_into"):
+    for method in ("read", "read_bytes"):
         original = getattr(Tensors, method)
 
         def recorded(self, name, *rest, original=original):

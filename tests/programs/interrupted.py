@@ -24,7 +24,7 @@ from jax_nvfp4_moe.inference import generation
 # Stage -> the function that sends the signal, in which of its calls, and which signal. The signal
 # comes while threads read a checkpoint, between two tokens, or while a file is written.
 STAGES = {
-    "load": (Tensors, "_read_bytes", 100, signal.SIGINT),
+    "load": (Tensors, "read_bytes", 100, signal.SIGINT),
     "generate": (generation, "decode", 3, signal.SIGINT),
     "quantize": (export, "_bytes", 20, signal.SIGINT),
     "terminate": (export, "_bytes", 20, signal.SIGTERM),

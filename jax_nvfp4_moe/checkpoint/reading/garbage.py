@@ -11,6 +11,9 @@ def paused_collection() -> Iterator[None]:
 
     The headers of a large checkpoint become some hundred thousand objects. Without a pause, their
     number starts collections that walk all objects of JAX and free nothing.
+
+    Afterwards all objects are old. Otherwise the next three collections, of young objects, would
+    walk the objects of the headers. Nothing is moved if the process has frozen objects itself.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -18,4 +21,7 @@ def paused_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()

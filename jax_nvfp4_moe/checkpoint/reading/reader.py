@@ -3,8 +3,10 @@
 import concurrent.futures
 import copy
 import functools
+import math
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,34 @@ from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
 
 _THREADS = 8  # the most threads that read at once; a read releases Python's lock
 _THREAD_BYTES = 1 << 20  # the fewest bytes for a thread; for fewer, starting it costs too much
+_CHECKED = 1 << 17  # the most values that are checked at once, so that they stay in a core's cache
+
+# The dtype of an array -> the names of the stored types whose bytes it has.
+_STORED_AS = {
+    one.numpy: frozenset(name for name, other in STORED_TYPES.items() if other.numpy == one.numpy)
+    for one in STORED_TYPES.values()
+}
+_Read = tuple[str, memoryview, int]  # the arguments of `Tensors.read_bytes`
+
+
+class _Placed(NamedTuple):
+    """A piece of an array, where its tensor is stored, and where it belongs.
+
+    Attributes:
+      file: the file of its tensor.
+      start: the offset of the tensor's first byte from the start of the file.
+      piece: the piece.
+      as_stored: whether the bytes of the tensor fill the piece as they are, with nothing between.
+      begin: the offset in the array of the piece's first byte, or of the first row that it touches.
+      end: the offset of the end of the piece, or of the last row that it touches.
+    """
+
+    file: str
+    start: int
+    piece: Piece
+    as_stored: bool
+    begin: int
+    end: int
 
 
 class Reader:
@@ -60,79 +90,76 @@ class Reader:
         """
         if leaf.decode is not None:
             return leaf.decode(self)
-        read = functools.partial(self._read, leaf, self._in_order(leaf))
-        return LazyArray(leaf.shape, leaf.dtype, read)
+        return LazyArray(
+            leaf.shape, leaf.dtype, functools.partial(self._read, leaf, self._place(leaf))
+        )
 
-    def _in_order(self, leaf):
-        """Return the pieces in the order of the files, each with its first and last index.
+    def _place(self, leaf: Unread) -> list["_Placed"]:
+        """Return the pieces of a leaf in the order of the files.
 
-        In this order the operating system can read ahead. The indices show cheaply which pieces
-        hold none of the experts that a shard asks for.
+        In this order the operating system can read ahead.
         """
-        pieces = sorted(leaf.pieces, key=self._position)
-        return [(*first_axis(piece.at, leaf.shape), piece) for piece in pieces]
+        size = leaf.dtype.itemsize
+        strides = [math.prod(leaf.shape[axis + 1 :]) * size for axis in range(leaf.ndim)] or [size]
+        plain, placed = _STORED_AS.get(leaf.dtype, ()), []
+        for piece in leaf.pieces:
+            info = self._tensors.info(piece.name)
+            begin = None
+            if info.dtype in plain:
+                begin = _find_place(piece, info, leaf.shape, strides)
+            as_stored = begin is not None
+            if begin is not None:
+                end = begin + info.nbytes
+            else:
+                begin, end = (row * strides[0] for row in first_axis(piece.at, leaf.shape))
+            placed.append(_Placed(info.file, info.start, piece, as_stored, begin, end))
+        placed.sort(key=operator.itemgetter(0, 1))
+        return placed
 
-    def _read(self, leaf, pieces, region):
-        """Read one region of a leaf."""
+    def _read(self, leaf, placed, region):
+        """Read one region of a leaf, whose pieces are `placed`."""
         array = aligned_empty(region_shape(region), leaf.dtype)
         if leaf.dtype == np.float32 and not _covers(leaf):
             array.fill(np.nan)
-        found = list(self._find(array, leaf, pieces, region))
-        self._copy([read for _, _, reads in found for read in reads])
-        for piece, place, _ in found if leaf.check else ():
-            problem = leaf.check(place)
-            if problem is not None:
-                self.report(piece, problem)
+        self._copy(self._find(array, leaf, placed, region))
+        if leaf.check is not None and not _passes(leaf.check, array):
+            self._report_parts(array, leaf, placed, region)
         return array
 
-    def _find(self, array, leaf, pieces, region):
-        """Yield each piece in a region, the part of `array` that it fills, and its reads."""
+    def _find(self, array, leaf, placed, region) -> list["_Read"]:
+        """Return the reads that fill a region, after filling what needs more than a read."""
         start, stop = first_axis(region, leaf.shape)
+        row = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+        begin, end = start * row, stop * row
         # A checkpoint may have tens of thousands of tensors, and the general way takes 0.1 ms for
         # each. Most of them are read whole, and as they are.
         all_behind = array.shape[1:] == tuple(leaf.shape[1:])
-        for first, end, piece in pieces:
-            if first >= stop or end <= start:
+        view, reads, whole = _bytes_of(array), [], 0
+        for one in placed:
+            if one.begin >= end or one.end <= begin:
                 continue
-            place = None
-            if all_behind and start <= first and end <= stop:
-                place = self._place_of_whole(array, piece, first - start, end - start)
-            if place is not None:
-                self._advance(place.nbytes)
-                yield piece, place, [(piece.name, place, 0)]
-            elif (common := overlap(piece.at, leaf.shape, region)) is not None:
-                reads = self._fill(array, piece, common, leaf.shape)
-                yield piece, array[(*common[0], ...)], reads
+            if one.as_stored and all_behind and begin <= one.begin and one.end <= end:
+                reads.append((one.piece.name, view[one.begin - begin : one.end - begin], 0))
+                whole += one.end - one.begin
+            elif (common := overlap(one.piece.at, leaf.shape, region)) is not None:
+                reads += self._fill(array, one.piece, common, leaf.shape)
+        self._advance(whole)
+        return reads
 
-    def _place_of_whole(self, array, piece: Piece, first, end):
-        """Return the part of an array that a piece fills if that is one read of its whole tensor.
-
-        Args:
-          array: the array, which has the whole piece.
-          piece: the piece.
-          first: the index of the piece along the first axis of `array`.
-          end: the index behind it.
-
-        Returns:
-          A view. None if the tensor is a part, reshaped, or converted, or if its bytes have other
-          bytes between them.
-        """
-        if piece.part or piece.shape is not None or piece.swapped:
-            return None
-        info = self._tensors.info(piece.name)
-        if STORED_TYPES[info.dtype].numpy != array.dtype:
-            return None
-        one = piece.at[0] if piece.at else None
-        where = slice(first, end) if one is None or isinstance(one, slice) else first
-        place = array[(where, *piece.at[1:], ...)] if array.ndim else array
-        return place if place.shape == info.array_shape and place.flags.c_contiguous else None
+    def _report_parts(self, array, leaf, placed, region):
+        """Report each piece in a region whose values do not pass the check of the leaf."""
+        for one in placed:
+            common = overlap(one.piece.at, leaf.shape, region)
+            problem = None if common is None else leaf.check(array[(*common[0], ...)])
+            if problem is not None:
+                self.report(one.piece, problem)
 
     def _copy(self, reads):
-        """Read the bytes of tensors into their places, with several threads if they are many.
+        """Read bytes of files into their places, with several threads if they are many.
 
         Each thread takes neighboring bytes of a file.
         """
-        threads = min(_THREADS, sum(place.nbytes for _, place, _ in reads) // _THREAD_BYTES)
+        threads = min(_THREADS, sum(len(view) for _, view, _ in reads) // _THREAD_BYTES)
         if threads < 2:
             self._copy_in_turn(reads)
             return
@@ -147,12 +174,7 @@ class Reader:
 
     def _copy_in_turn(self, reads):
         for read in reads:
-            self._tensors.read_into(*read)
-
-    def _position(self, piece: Piece):
-        """Return the file of a piece's tensor, and the position of the tensor in it."""
-        info = self._tensors.info(piece.name)
-        return info.file, info.start
+            self._tensors.read_bytes(*read)
 
     def _fill(self, array, piece, common, shape):
         """Copy the elements of a piece that need more than a read; return the reads that remain.
@@ -165,8 +187,7 @@ class Reader:
           shape: the shape of the whole array.
 
         Returns:
-          The arguments of `Tensors.read_into` for bytes that only need to be read into their
-          places.
+          The reads of bytes that only need to be read into their places.
         """
         info = self._tensors.info(piece.name)
         inside, of_piece = common
@@ -187,7 +208,7 @@ class Reader:
         for run in self._tensors.runs(piece.name, index, bounded=not as_stored):
             part = place[(*run.at, ...)]
             if as_stored and run.contiguous and part.flags.c_contiguous:
-                reads.append((piece.name, part, run.start))
+                reads.append((piece.name, _bytes_of(part), run.start))
             else:
                 part[...] = self._tensors.read_run(piece.name, run)
         return reads
@@ -208,14 +229,56 @@ class Reader:
             raise CheckpointError(problems, self._where)
 
 
-def _chunks(name, place, start):
+def _bytes_of(array) -> memoryview:
+    """Return the bytes of a C-contiguous array, to be written."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _chunks(name, view, start):
     """Cut one read into chunks, so that several threads can share a large tensor."""
-    if place.nbytes <= _THREAD_BYTES:
-        yield name, place, start
-        return
-    flat = place.reshape(-1).view(np.uint8)
-    for first in range(0, max(1, flat.size), _THREAD_BYTES):
-        yield name, flat[first : first + _THREAD_BYTES], start + first
+    for first in range(0, len(view), _THREAD_BYTES):
+        yield name, view[first : first + _THREAD_BYTES], start + first
+
+
+def _passes(check, array) -> bool:
+    """Return whether all values of an array pass a check, a few of them at a time."""
+    flat = array.reshape(-1)
+    return all(
+        check(flat[first : first + _CHECKED]) is None for first in range(0, flat.size, _CHECKED)
+    )
+
+
+def _find_place(piece: Piece, info, shape, strides) -> int | None:
+    """Return the offset in bytes at which the bytes of a tensor fill its place in an array.
+
+    Args:
+      piece: a piece of the array, stored in the array's dtype.
+      info: what the header says about its tensor.
+      shape: the shape of the array.
+      strides: the bytes from one index of the array to the next, along each axis.
+
+    Returns:
+      None if the bytes do not fill the place as they are: if the tensor is a part, transposed or
+      broadcast, or if its place has other bytes between its own.
+    """
+    if piece.part or piece.swapped:
+        return None
+    begin, held, several = 0, [], False
+    for one, size, stride in zip(piece.at, shape, strides, strict=False):
+        first, count = one, 1
+        if isinstance(one, slice):
+            first, stop, step = one.indices(size)
+            count = stop - first if step == 1 else -1
+            held.append(count)
+        if several and count != size:
+            return None
+        several = several or count != 1
+        begin += first * stride
+    place = (*held, *shape[len(piece.at) :])
+    if piece.shape is None:
+        return begin if info.array_shape == place else None
+    fills = piece.shape == place and info.nbytes == math.prod(place) * strides[-1]
+    return begin if fills else None
 
 
 def _stored_index(piece, info, of_piece, held):

@@ -14,7 +14,8 @@ import numpy as np
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
-Check = Callable[[np.ndarray], str | None]  # takes a part of an array, returns what is wrong
+# Takes a part of an array, and returns what is wrong with any of its values.
+Check = Callable[[np.ndarray], str | None]
 
 
 class Piece(NamedTuple):
@@ -44,7 +45,8 @@ class Unread:
       dtype: the dtype of the array. Pieces that are stored in another dtype are converted.
       pieces: the tensors that fill the array. In a float32 array, elements without a piece are NaN.
       check: takes a part of the array that one piece fills, and returns what is wrong with it, or
-        None. Without a function, nothing is checked.
+        None. It looks at each value by itself, so that several pieces can be checked at once.
+        Without a function, nothing is checked.
       decode: for an array that is computed from others: takes a `reader.Reader`, and returns a
         `LazyArray`, a numpy array, or None if the file has no usable values. It takes the place of
         `pieces` and `check`.

@@ -16,6 +16,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 def refuse_layers(tensors: Tensors, declared: int) -> str | None:
     """Return a sentence if the file holds far fewer layers than the config declares, else None."""
+    if declared <= _NAMED:
+        return None
     held = len({found[1] for name in tensors.names() if (found := _LAYER.search(name))})
     if _is_near(declared, held):
         return None
@@ -36,6 +38,8 @@ def refuse_experts(tensors: Tensors, prefix: str, declared: int) -> tuple[str, i
     Returns:
       None if the file holds at least half of the experts.
     """
+    if declared <= _NAMED:
+        return None
     held = _count_experts(tensors, f"{prefix}.")
     if _is_near(declared, held):
         return None

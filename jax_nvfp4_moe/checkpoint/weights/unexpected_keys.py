@@ -62,10 +62,10 @@ def find_unexpected_keys(
       drafting: the number of layers after those that predict further tokens.
     """
     scopes = [f"{module}." for module in only] or [""]
-    loaded = {name.split(".")[0] for name in finder.taken}
-    for name in (name for scope in scopes for name in finder.tensors.under(scope)):
-        if name in finder.taken:
-            continue
+    names = [name for scope in scopes for name in finder.tensors.under(scope)]
+    unasked = [name for name in names if name not in finder.taken]
+    loaded = {name.partition(".")[0] for name in finder.taken} if unasked else set()
+    for name in unasked:
         info = finder.tensors.info(name)
         inside = name.startswith(tuple(finder.claimed))
         extra = known_extra(name, None if inside else num_layers)

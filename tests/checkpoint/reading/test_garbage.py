@@ -20,3 +20,22 @@ def test_the_collector_is_as_before(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+def test_what_was_made_meanwhile_is_old():
+    gc.unfreeze()
+    try:
+        with paused_collection():
+            made = [[] for _ in range(100_000)]
+        assert len(gc.get_objects(generation=0)) < len(made)
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as the tests' configuration does
+
+
+def test_objects_that_the_process_froze_stay_frozen():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with paused_collection():
+        pass
+    assert gc.get_freeze_count() >= frozen > 0
