@@ -199,8 +199,10 @@ def canonical_names(
       problems: receives a sentence for each pair of tensors that map to the same name.
     """
     names = list(names)
-    if all(key_mapping.canonical(name) == name for name in _without_alike(names)):
-        return dict(zip(names, names, strict=True))  # a number changes no name that the rest keeps
+    if key_mapping == KeyMapping() and all(
+        key_mapping.canonical(name) == name for name in _without_alike(names)
+    ):
+        return dict(zip(names, names, strict=True))
     renamed: dict[str, str] = {}
     owner: dict[str, str] = {}
     for name in names:

@@ -19,7 +19,7 @@ from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
 
 _THREADS = 8  # the most threads that read at once; a read releases Python's lock
 _THREAD_BYTES = 1 << 20  # the fewest bytes for a thread; for fewer, starting it costs too much
-_CHECKED = 1 << 17  # the most values that are checked at once, so that they stay in a core's cache
+_CHECKED = 1 << 18  # the most values that are checked at once, so that they stay in a core's cache
 
 # The dtype of an array -> the names of the stored types whose bytes it has.
 _STORED_AS = {

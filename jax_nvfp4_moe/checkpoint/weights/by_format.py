@@ -257,8 +257,8 @@ def _why_ignored(scheme) -> str:
 
 def _take_columns(finder, one: Projection, name, dtype, columns, swapped):
     """Take a matrix of codes or block scales; 4-bit elements may count as such."""
-    info, lead = finder.find(name), one.lead
-    if dtype == "U8" and info is not None and info.dtype == "F4":
+    lead = one.lead
+    if dtype == "U8" and (info := finder.find(name)) is not None and info.dtype == "F4":
         finder.take(name, ["F4"], (*lead, one.n, one.k))
         return
     shapes = [(*lead, one.n, columns)]
