@@ -15,16 +15,17 @@ from typing import Any
 # A linear of one expert: what stands before its number, the number, and what stands behind it.
 _LINEAR_OF_EXPERT = re.compile(r"(.+\.experts\.)[0-9]+(\.[a-z]\w*)")
 # The number of a layer, which is the same for all of its experts.
-_LAYER = re.compile(r"layers\\?\.(?:[0-9]+|\\d[+*]?)")
+_LAYER = re.compile(r"layers\\?\.(?:[0-9]+|(?:\\d|\[0-9\])[+*]?)")
 # In a name or a wildcard: a number that no letter precedes, as one does in "w1", or a character
 # that may stand for a digit. A star stands for whole numbers, and so for any of them.
 _TELLING = re.compile(r"(?<!\w)[0-9]|[?\[]")
-# A regular expression of letters, escaped punctuation, ``.*``, and alternatives that do not repeat.
-# A dot between two letters cannot stand for a digit of a number that dots enclose.
+# A regular expression of letters, escaped punctuation, ``.*``, ``\w*``, whole numbers between dots,
+# and alternatives that do not repeat. A dot between two letters cannot stand for a digit of a
+# number that dots enclose.
 _REGEX = "re:"
 _BLIND = re.compile(
-    r"(?:[A-Za-z_^$|]|(?<=\w)[0-9]|\\[.\-/]|\.\*\??|(?<=[A-Za-z_])\.(?=[A-Za-z_])"
-    r"|\(\?:|\(|\)(?![*+?{]))*"
+    r"(?:[A-Za-z_^$|]|(?<=\w)[0-9]|\\[.\-/]|\.\*\??|\\w\*|(?<=[A-Za-z_])\.(?=[A-Za-z_])"
+    r"|\\\.(?:\\d|\[0-9\])\+(?=\\\.)|\(\?:|\(|\)(?![*+?{]))*"
 )
 _OF_THE_WRITER = ("producer", "version")  # keys whose values are no rules, and have numbers
 

@@ -170,7 +170,9 @@ class CacheScaleFinder:
                 if name in self._finder.taken:
                     continue
                 layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
-                part = None if layer is None else find_part(name)
+                if layer is None:
+                    continue
+                part = find_part(name)
                 if part is not None and (num_layers is None or int(layer[1]) < num_layers):
                     yield name, part
 

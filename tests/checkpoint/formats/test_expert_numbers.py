@@ -19,11 +19,13 @@ ALIKE = (
     *("lm_head", "model.layers.1.mlp.gate", "model.layers.12.mlp.experts", "*mlp.gate*"),
     *("*.experts.*.w1", "model.layers.1*", "re:.*mlp.gate$", r"re:^model\.layers\.\d+\.mlp\.gate"),
     *("re:.*(q_proj|down_proj)$", r"re:.*layers\.1\..*", "*.w2", "re:.*experts.*?proj"),
+    *(r"re:.*\.experts\.\d+\..*_proj$", r"re:.*layers\.[0-9]+\.mlp\.experts\.[0-9]+\.(gate|w1)"),
+    *(r"re:.*\.(self_attn|mlp)\.\w*proj\w*$", r"re:.*\.\d+\.w1", "model.layers.[0-9]*"),
 )
 APART = (
     *("model.layers.1.mlp.experts.1", "layers.1.mlp.experts.12.down_proj", "12", "1.down_proj"),
     *("*1*", "*.?.down_proj", "*experts.[12].*", "model.layers.1.mlp.experts.1*", "*.1?.w1"),
-    *(r"re:.*\.\d\.", "re:.*experts...down", "re:.*1", r"re:.*experts\.\d+\.", "re:.*s..d"),
+    *(r"re:.*\.\d\.", "re:.*experts...down", "re:.*1", r"re:.*experts\.\d+.", "re:.*s..d"),
     *(
         "re:.*(1|2).*",
         "re:.*experts.(?!1)",
@@ -88,7 +90,25 @@ def choices(quant, module):
 
 STARTS = ("", "*", "*experts.", "model.layers.1.mlp.experts.", "re:", "re:.*", "re:.*experts.")
 PIECES = ("1", "2", "12", ".", "*", "?", "[12]", "experts", "layers", "down_proj", "w1", "mlp")
-PIECES += ("e", "s", ".*", r"\.", r"\d", r"\d+", "(", ")", "|", "^", "$", "_")
+PIECES += (
+    r"\w*",
+    r"\w+",
+    r"\.\d+\.",
+    r"\d+.",
+    "[0-9]+",
+    "e",
+    "s",
+    ".*",
+    r"\.",
+    r"\d",
+    r"\d+",
+    "(",
+    ")",
+    "|",
+    "^",
+    "$",
+    "_",
+)
 ENTRIES = st.sampled_from((*ALIKE, *APART)) | st.tuples(
     st.sampled_from(STARTS), st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
 ).map("".join)
