@@ -202,7 +202,7 @@ def _over_plain(row: Row | None) -> str:
 
 def training() -> str:
     """Return the table of training steps of LoRA on whole models."""
-    rows = records.read_rows("train.NVIDIA-H200")
+    rows = records.newest(records.read_rows("train.NVIDIA-H200"), ("model", "layers"))
     headings = (
         *("model", "layers", "tokens/s", "step, ms", "the GPU computes, ms", "forward pass, ms"),
         *("weights and adapters, GB", "memory of a step, GB"),
@@ -214,7 +214,7 @@ def training() -> str:
             f"{row['forward_ms']:.0f}",
             *(f"{row['weights_gb']:.1f}", f"{row['weights_gb'] + row['temp_gb']:.1f}"),
         )
-        for row in records.newest(rows, ("model", "layers"))
+        for row in rows
     )
     return records.table(headings, lines) + records.sources(rows)
 
