@@ -37,7 +37,9 @@ _SHARE = 1 / 8
 # "auto" stops drafting where it does not pay, and tries one step again after a pause, since texts
 # change. Tries without any right draft take this share of the time.
 _TRIES = 1 / 100
-_LONGEST_PAUSE = 128
+_LONGEST_PAUSE = 512
+# "auto" does not draft at all if a step would pay only with more than this share of its tokens.
+_MOST_KEPT = 0.8
 # Time of a step with drafts over that of a step without, until both have been measured: 1 for the
 # first token, and so much for each draft. On an H200, a step of Qwen3.6-35B-A3B for four tokens
 # takes 1.5 times as long as one for a token.
@@ -67,6 +69,10 @@ class Drafting:
     def estimated_cost(self) -> float:
         """Estimated time of a step with drafts over that of a step without."""
         return 1 + self.tokens * _COST_OF_DRAFT
+
+    def can_pay(self, cost: float) -> bool:
+        """Return whether a step may pay that takes `cost` times as long as one without drafts."""
+        return not self.automatic or cost <= _MOST_KEPT * self.window
 
     @property
     def read_options(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from jax_nvfp4_moe.inference.prefill import (
 )
 from jax_nvfp4_moe.inference.sampling import Sampling, make_sampling, whole_number
 from jax_nvfp4_moe.inference.state import State, add_token, draw
-from jax_nvfp4_moe.inference.step_costs import find_cost
+from jax_nvfp4_moe.inference.step_costs import find_cost, may_pay
 from jax_nvfp4_moe.ops.chain import chain_calls
 from jax_nvfp4_moe.parallel.peers import explain_failed_sums
 from jax_nvfp4_moe.parallel.whole_steps import (
@@ -360,6 +360,8 @@ def start_decoding(
     ids, true_lengths = _check_prompts(model, input_ids, lengths, max_new_tokens)
     chunk, flat = _chunk_size(chunk, len(ids)), flatten_model(model)
     check_leaves(model, flat.arrays)
+    if drafting is not None and not may_pay(flat.structure, true_lengths.shape, drafting):
+        drafting = None
     room = round_up(max_new_tokens + (drafting.window if drafting else 0), NEW_STEP)
     prompt = ids, true_lengths
     if drafting is None:

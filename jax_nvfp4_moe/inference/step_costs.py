@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_nvfp4_moe.inference.drafting import DraftState
+from jax_nvfp4_moe.inference.drafting import Drafting, DraftState
 
 # Shorter texts are drafted with the estimate: the measured steps would be most of them.
 _LEAST_TOKENS = 96
@@ -20,9 +20,22 @@ _STEPS = 4  # steps of one measurement
 _WARM_UP = 2  # XLA makes CUDA graphs in the first two calls of a program
 _REPEATS = 3  # the fastest of them counts, since other programs may run during one
 _MOST_KNOWN = 256
+_FOREVER = 2**30  # a pause that no text outlasts
 # The structure of a model, its rows and its drafts -> the time of a step with drafts over that of a
 # step without.
 _known: dict[Any, float] = {}
+
+
+def may_pay(structure: Any, rows: tuple[int, ...], drafting: Drafting) -> bool:
+    """Return whether drafting may save time; False only if its cost was measured and is too high.
+
+    Args:
+      structure: what tells models apart.
+      rows: the number of rows, as a shape.
+      drafting: how tokens are drafted.
+    """
+    cost = _known.get((structure, rows, drafting))
+    return cost is None or drafting.can_pay(cost)
 
 
 def find_cost(
@@ -45,7 +58,8 @@ def find_cost(
             if len(_known) >= _MOST_KNOWN:
                 _known.pop(next(iter(_known)))
             _known[key] = cost
-    return _expect(state, _known.get(key, state.drafting.estimated_cost), pause=0)
+    cost = _known.get(key, state.drafting.estimated_cost)
+    return _expect(state, cost, pause=0 if state.drafting.can_pay(cost) else _FOREVER)
 
 
 def _expect(state, cost, pause):
@@ -86,7 +100,7 @@ def _measure(run, state):
 
 def _time_steps(run, state, *, drafts, count=_STEPS):
     """Return the state after some steps, their seconds, and how many there were of which kind."""
-    cost, pause = (0.0, 0) if drafts else (np.inf, 2**30)
+    cost, pause = (0.0, 0) if drafts else (np.inf, _FOREVER)
     done, ended, *before = jax.device_get((state.count, state.ended, state.steps, state.drafted))
     if ended.all():
         return state, 0.0, 0, 0

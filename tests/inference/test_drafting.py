@@ -406,6 +406,34 @@ def test_tries_take_a_hundredth_of_the_time(use_oracle, monkeypatch):
     assert 0.8 * new / 100 < tries * (cost - 1) <= new / 100
 
 
+@pytest.mark.parametrize(("cost", "pays"), [(3.9, True), (4.1, False)])
+def test_auto_drafts_nothing_where_nearly_all_drafts_would_have_to_be_right(
+    use_oracle, monkeypatch, cost, pays
+):
+    """Four drafts yield five tokens at most, and four fifths of them are four."""
+    model = DiceThatGoesBack(jnp.zeros((8, 8)))
+    given = {"max_new_tokens": 200, "stop_ids": (), "stats": True}
+    ids = np.zeros((1, 1), np.int32)
+    plain, _ = nvfp4.generate(model, ids, **given)
+    use_oracle(np.asarray(plain), "right")
+    measured = []
+    monkeypatch.setattr(
+        step_costs, "_measure", lambda run, state: measured.append(state) or (state, cost)
+    )
+    monkeypatch.setattr(step_costs, "_known", {})
+    given["draft"] = "lookup"
+    for _ in range(2):  # the call that measures, and the next one
+        tokens, stats = nvfp4.generate(model, ids, **given)
+        np.testing.assert_array_equal(tokens, plain)
+        assert (int(stats.drafted[0]) > 0) == pays
+        assert len(list(nvfp4.stream(model, ids, max_new_tokens=200, stop_ids=(), draft="lookup")))
+    assert len(measured) == 1
+    _, stats = nvfp4.generate(model, ids, **given, draft_tokens=4)
+    assert int(stats.drafted[0]) > 0, "a number of drafts holds"
+    nvfp4.generate(model, np.zeros((2, 1), np.int32), **given)
+    assert len(measured) == 2, "another number of rows has a cost of its own"
+
+
 @pytest.mark.parametrize("draft_tokens", ["auto", 4])
 def test_no_step_copies_the_caches(draft_tokens):
     """A branch of `lax.cond` gets copies of the caches; in loops they stay where they are."""
