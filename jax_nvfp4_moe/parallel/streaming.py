@@ -22,10 +22,15 @@ from jax_nvfp4_moe.scheme import Target
 
 Experts = TypeVar("Experts", MoEParams, DenseExperts)
 
-# The largest number of bytes of a chunk in one shard. On a CPU, chunks and experts share one
+# The number of bytes that `largest_chunk` returns. On a CPU, chunks and experts share one
 # memory, and malloc keeps what the conversion of a chunk needed. A GPU prefers few and large
 # transfers.
 _CPU_BYTES, _GPU_BYTES = 4 << 20, 64 << 20
+
+
+def largest_chunk(target: Target) -> int:
+    """Return the largest number of bytes of a chunk in one shard, but for a larger expert."""
+    return _CPU_BYTES if target.platform == "cpu" else _GPU_BYTES
 
 
 def chunk_size(
@@ -40,8 +45,7 @@ def chunk_size(
       shards: number of shards of each expert, 1 by default.
     """
     expert = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // params.num_experts // shards
-    largest = _CPU_BYTES if target.platform == "cpu" else _GPU_BYTES
-    most = min(count, max(1, largest // max(1, expert)))
+    most = min(count, max(1, largest_chunk(target) // max(1, expert)))
     return next(size for size in range(most, 0, -1) if count % size == 0)
 
 
