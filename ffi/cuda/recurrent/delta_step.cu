@@ -105,8 +105,8 @@ struct OwnChannel {
   int32_t convolved, projected;
 };
 
-// Returns channel i of a block: 0 to d - 1 are the query of its head, up to 2 d - 1 the key, and
-// then come values, from `first_value` on of those of all heads with this key.
+// Returns channel i of a block: 0 to d - 1 are the query of its head, up to 2 d - 1 the key. Then
+// come its values, which begin at `first_value` among those of all heads with this key.
 __device__ __forceinline__ OwnChannel FindChannel(const DeltaStepCall& c, const Places& places,
                                                   int key_head, int first_value, int i) {
   if (i < 2 * c.d) {

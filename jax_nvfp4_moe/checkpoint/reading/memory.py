@@ -39,8 +39,8 @@ class ReusedPages:
     def __init__(self, most: int):
         """Keep at most `most` bytes that no array uses."""
         self._most = most
-        # Size -> pages. Threads only append and pop, which are single steps of the interpreter: a
-        # lock could be taken a second time by the thread that holds it, when it drops an array.
+        # Size -> pages. Threads only append and pop, which are single steps of the interpreter. A
+        # lock does not help: the thread that holds it may drop an array, and would wait for itself.
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
