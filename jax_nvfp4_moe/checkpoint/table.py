@@ -345,16 +345,19 @@ class WeightTable:
         Problems([*finder.problems, *unknown]).finish(str(self._checkpoint.folder))
 
     @contextlib.contextmanager
-    def open_reader(self, show: bool | None = None, label: str = "loading") -> Iterator[Reader]:
+    def open_reader(
+        self, show: bool | None = None, label: str = "loading", reused_bytes: int = 0
+    ) -> Iterator[Reader]:
         """Yield a reader for all sources.
 
         Args:
           show: whether to draw a progress bar on standard error. None draws it on a terminal.
           label: the text before the bar.
+          reused_bytes: as for `Reader`.
         """
         checkpoint = self._checkpoint
         with progress(show, self._finder.nbytes, label) as advance:
-            yield Reader(checkpoint.tensors, advance, str(checkpoint.folder))
+            yield Reader(checkpoint.tensors, advance, str(checkpoint.folder), reused_bytes)
 
 
 def read_source(source: Source, reader: Reader) -> Any:

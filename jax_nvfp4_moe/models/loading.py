@@ -93,6 +93,7 @@ from jax_nvfp4_moe.parallel.automatic_mesh import AUTO, choose_mesh
 from jax_nvfp4_moe.parallel.dispatch import check_platform
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, find_expert_mesh
 from jax_nvfp4_moe.parallel.partition_specs import note_shardings
+from jax_nvfp4_moe.parallel.streaming import largest_chunk
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
 # The names that ``architectures`` of a ``config.json`` may have.
@@ -406,7 +407,8 @@ class UnreadModel:
 
     def open_reader(self, progress: bool | None = None, label: str = "loading"):
         """Return a context manager that yields a reader; see `WeightTable.open_reader`."""
-        return self.table.open_reader(progress, label)
+        # One chunk is used while the next one is read. A third one is for the parts between them.
+        return self.table.open_reader(progress, label, 3 * largest_chunk(self.settings.target))
 
     def read(self, path: str, reader: Reader) -> Any:
         """Return one part with its weights: a module, a variable, or its value.

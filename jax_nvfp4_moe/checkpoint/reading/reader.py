@@ -13,7 +13,7 @@ import numpy as np
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.reading.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.reading.lazy_array import LazyArray, first_axis, overlap, region_shape
-from jax_nvfp4_moe.checkpoint.reading.memory import ReusedPages, aligned_empty
+from jax_nvfp4_moe.checkpoint.reading.memory import ReusedPages
 from jax_nvfp4_moe.checkpoint.reading.unread import Piece, Unread
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
 
@@ -61,6 +61,7 @@ class Reader:
         tensors: Tensors,
         advance: Callable[[int], None],
         where: str = "",
+        reused_bytes: int = 0,
     ):
         """Make a reader.
 
@@ -68,24 +69,19 @@ class Reader:
           tensors: the tensors of the checkpoint.
           advance: called with the number of bytes of each read, for a progress bar.
           where: the checkpoint's folder, for messages.
+          reused_bytes: memory of dropped arrays that is kept for the next ones. 0 by default.
         """
         self._tensors = tensors
         self._advance = advance
         self._where = where
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
-        self._empty = aligned_empty
+        self._pages = ReusedPages(reused_bytes)
         self.problems: list[str] = []
 
     def fork(self) -> "Reader":
         """Return a reader of the same tensors that keeps its own problems."""
         other = copy.copy(self)
         other.problems = []
-        return other
-
-    def reusing(self, pages: ReusedPages) -> "Reader":
-        """Return a reader as of `fork` that reads into `pages`."""
-        other = self.fork()
-        other._empty = pages.empty
         return other
 
     def open(self, leaf: Unread) -> Any:
@@ -125,7 +121,7 @@ class Reader:
 
     def _read(self, leaf, placed, region):
         """Read one region of a leaf, whose pieces are `placed`."""
-        array = self._empty(region_shape(region), leaf.dtype)
+        array = self._pages.empty(region_shape(region), leaf.dtype)
         if leaf.dtype == np.float32 and not _covers(leaf):
             array.fill(np.nan)
         self._copy(self._find(array, leaf, placed, region))

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jax_nvfp4_moe.checkpoint.reading.memory import ReusedPages
 from jax_nvfp4_moe.checkpoint.reading.read_ahead import read_ahead
 from jax_nvfp4_moe.nn.building.builder import Part, Values, values_of_shard
 from jax_nvfp4_moe.nn.building.settings import Settings
@@ -20,7 +19,7 @@ from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, replicate
 from jax_nvfp4_moe.parallel.experts import shard_experts
 from jax_nvfp4_moe.parallel.shard_spec import axis_spec
 from jax_nvfp4_moe.parallel.sharded_variable import module_axes
-from jax_nvfp4_moe.parallel.streaming import chunk_size, join_chunks, largest_chunk
+from jax_nvfp4_moe.parallel.streaming import chunk_size, join_chunks
 
 
 def fill(root: Any, prefix: str, parts: Sequence[Part], reader: Any, how: Settings):
@@ -93,8 +92,6 @@ def _place_all(parts, reader, how, abstract) -> Generator[Any, None, None]:
         _find_layout(variable) if part.experts is not None else None
         for part, variable in zip(parts, abstract, strict=True)
     ]
-    # One chunk is used while the next one is read. A third one is for the parts between them.
-    reader = reader.reusing(ReusedPages(3 * largest_chunk(how.target)))
     if how.expert_mesh is not None:
         for part, layout in zip(parts, layouts, strict=True):
             with _naming_what_is_too_large(part, how):
