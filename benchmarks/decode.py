@@ -52,6 +52,7 @@ import jax
 import jax.numpy as jnp
 import model_peers
 import numpy as np
+from compilations import Compilations
 from moe_cases import Ceilings
 from provenance import provenance
 from rich.console import Console
@@ -71,25 +72,12 @@ ROUNDS = 5
 # Qwen3.5-397B-NVFP4 with its drafting layers, coding prompts with thinking, in vLLM. Source:
 # `golden_al_distribution` of InferenceX.
 STATED = {1: 1.93, 2: 2.73, 3: 3.39, 5: 4.41, 8: 5.21}
-# JAX reports this event once for each program that it compiles.
-COMPILED = "/jax/core/compile/backend_compile_duration"
 OUR_KERNELS = "nvfp4"  # the C++ namespace of our kernels, in mangled names too
 KINDS = (  # kinds of other kernels, by name; the first match counts
     ("copy", re.compile(r"memcpy|memset|copy|transpose", re.IGNORECASE)),
     ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|dot", re.IGNORECASE)),
     ("other", re.compile("")),
 )
-
-
-class Compilations:
-    """Counts the programs that JAX compiles."""
-
-    def __init__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event, _seconds, **_):
-        self.count += event == COMPILED
 
 
 class FilledCache:

@@ -47,7 +47,8 @@ import time
 
 import jax
 import numpy as np
-from decode import ROUNDS, Compilations
+from compilations import Compilations
+from decode import ROUNDS
 from flax import nnx
 from provenance import provenance
 from rich.console import Console

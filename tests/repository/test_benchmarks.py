@@ -15,6 +15,7 @@ import sys
 import types
 
 import blackwell
+import compilations
 import cpu_model
 import decode
 import jax
@@ -312,7 +313,7 @@ def test_a_prefill_is_measured(tiny):
 def test_a_step_is_measured_with_the_tokens_of_generate(tiny):
     whole, built = tiny
     arguments = types.SimpleNamespace(new=4)
-    row = decode.measure(whole, built, (2, 8), arguments, H200, decode.Compilations())
+    row = decode.measure(whole, built, (2, 8), arguments, H200, compilations.Compilations())
     prompt = np.random.default_rng(2).integers(0, whole.config["vocab_size"], (2, 8), np.int32)
     tokens = np.asarray(nvfp4.generate(built.model, prompt, max_new_tokens=4))
     assert row["tokens_sha256"] == hashlib.sha256(tokens.tobytes()).hexdigest()

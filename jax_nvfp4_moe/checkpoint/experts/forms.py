@@ -20,7 +20,8 @@ _GATE, _UP, _DOWN = PROJECTIONS
 _BOTH = "gate_up_proj"
 _APART = SPELLINGS[:2]  # of projections that are stacked apart
 _STEMS = ("w13", _BOTH, *_APART[0], *_APART[1])
-# Published files of Step-3.7 have one tensor for each projection of all experts.
+# Published files of Step-3.7 have one tensor for each projection of all experts. The text is sought
+# first, which is faster, and few files have it.
 _MOE = ".moe."
 _OUTSIDE = re.compile(r"(.+\.moe)\.((?:gate|up|down)_proj)\.(\w+)")
 _STACKED = re.compile(rf"({'|'.join(_STEMS)})(?:([._])(.+))?")

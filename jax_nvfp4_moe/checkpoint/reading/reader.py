@@ -97,7 +97,7 @@ class Reader:
             leaf.shape, leaf.dtype, functools.partial(self._read, leaf, self._place(leaf))
         )
 
-    def _place(self, leaf: Unread) -> list["_Placed"]:
+    def _place(self, leaf: Unread) -> list[_Placed]:
         """Return the pieces of a leaf in the order of the files.
 
         In this order the operating system can read ahead.
@@ -129,7 +129,7 @@ class Reader:
             self._report_parts(array, leaf, placed, region)
         return array
 
-    def _find(self, array, leaf, placed, region) -> list["_Read"]:
+    def _find(self, array, leaf, placed, region) -> list[_Read]:
         """Return the reads that fill a region, after filling what needs more than a read."""
         start, stop = first_axis(region, leaf.shape)
         row = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize

@@ -19,7 +19,7 @@ def refuse_layers(tensors: Tensors, declared: int) -> str | None:
     if declared <= _NAMED:
         return None
     held = len({found[1] for name in tensors.names() if (found := _LAYER.search(name))})
-    if _is_near(declared, held):
+    if declared <= 2 * held:
         return None
     return (
         f"{CONFIG}: {declared} layers (num_hidden_layers, or a list of their types), but the file "
@@ -41,14 +41,10 @@ def refuse_experts(tensors: Tensors, prefix: str, declared: int) -> tuple[str, i
     if declared <= _NAMED:
         return None
     held = _count_experts(tensors, f"{prefix}.")
-    if _is_near(declared, held):
+    if declared <= 2 * held:
         return None
     problem = f"{CONFIG}: {declared} experts in a layer, but the file holds {held} at {prefix!r}"
     return problem, max(held, 1)
-
-
-def _is_near(declared, held) -> bool:
-    return declared <= max(_NAMED, 2 * held)
 
 
 def _count_experts(tensors, scope) -> int:

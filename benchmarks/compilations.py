@@ -1,0 +1,24 @@
+"""Count the programs that JAX compiles, and their time."""
+
+import jax
+
+# JAX reports this event once for each program that it compiles.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Compilations:
+    """The programs that JAX has compiled since this object was made.
+
+    Attributes:
+      count: their number.
+      seconds: how long XLA took for them.
+    """
+
+    def __init__(self):
+        self.count, self.seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event, seconds, **_):
+        if event == _COMPILED:
+            self.count += 1
+            self.seconds += seconds
