@@ -179,6 +179,7 @@ struct __align__(16) StepShared {
   float squares[kTokens][kSquares];  // of y, for each 32 columns
   float query_scales[kTokens], key_scales[kTokens], pairs[kTokens];
   float decays[kTokens], rates[kTokens];
+  float gates[kTokens][kMaxWidth], norm[kMaxWidth];  // if a row may have several tokens
 };
 
 // `kFull` says that d and e are kMaxWidth. The addresses of a thread are then a constant apart, and
@@ -200,10 +201,11 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
   DeltaStepCall c = call;
   if constexpr (kFull) c.d = c.e = kMaxWidth;
   if constexpr (!kMany) c.t = c.w = 1;
-  const int heads = c.key_heads * c.shared, thread = threadIdx.x;
+  int thread = threadIdx.x;
+  const int heads = c.key_heads * c.shared;
   const int head = blockIdx.x % heads, key_head = head / c.shared;
   const int shared_head = head - key_head * c.shared, first_value = shared_head * c.e;
-  const int64_t row = blockIdx.x / heads;
+  const int32_t row = blockIdx.x / heads;
   const int lanes = c.e / 4, groups = kThreads / lanes;
   const int group = thread / lanes, column = thread % lanes * 4;
   const int rows = kFull ? kRows : RowsOfGroup(c.d, groups), first_line = group * rows;
@@ -223,25 +225,28 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
   const int32_t kept = kMany && kEarly ? KeptSlot(p.kept, row, c.w) : 0;
   // Returns the place of this head in arrays that have `count` slots or tokens in a row.
   const auto place_in = [&](int count, int index) -> int64_t {
-    return kMany ? (row * count + index) * heads + head : blockIdx.x;
+    return kMany ? (static_cast<int64_t>(row) * count + index) * heads + head : blockIdx.x;
   };
   // Returns the first row of this thread in a state.
   const auto state_in = [&](int slot) {
     return p.state + (place_in(c.w, slot) * c.d + first_line) * c.e + column;
   };
   Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row, kept);
-  OwnChannel channels[2] = {};
-  // Calls function(its number, the channel of the head) for the channels that this thread
-  // convolves.
+  const auto channel_at = [&](int i) { return FindChannel(c, places, key_head, first_value, i); };
+  // Calls function(0 or 1, its number i in the block, the channel) for the channels that this
+  // thread convolves.
   const auto each_channel = [&](const auto& function) {
+    if constexpr (kMany && !kEarly) {
+      asm volatile("" : "+r"(thread));  // otherwise all addresses would stay in registers
+    }
 #pragma unroll
     for (int own = 0; own < 2; ++own) {
       const int i = own * kThreads + thread;
-      if (i < 2 * c.d + c.e) function(own, i);
+      if (i < 2 * c.d + c.e) {
+        function(own, i, channel_at(i));
+      }
     }
   };
-  each_channel(
-      [&](int own, int i) { channels[own] = FindChannel(c, places, key_head, first_value, i); });
   Four values[kRows];
   Window<T> windows[2] = {};
   float weight = 0.0f;
@@ -254,16 +259,19 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
       values[i] = {};
       if (has_row(i)) values[i] = LoadFour(state + i * c.e);
     }
-    each_channel([&](int own, int) {
-      windows[own] = LoadWindow(convolution, channels[own].convolved, FromFloat<T>(0.0f));
+    each_channel([&](int own, int, const OwnChannel& channel) {
+      windows[own] = LoadWindow(convolution, channel.convolved, FromFloat<T>(0.0f));
     });
     if (thread % kMaxWidth < c.e) weight = p.norm[thread % kMaxWidth];
+    if (kMany && thread < kMaxWidth) shared.norm[thread] = weight;
     if constexpr (!kMany) present = p.positions[row] < kPaddingPosition;
   };
   if constexpr (kEarly) {
     load_unchanged();
   } else if constexpr (!kMany) {
-    each_channel([&](int own, int) { PrefetchWindow(convolution, channels[own].convolved); });
+    each_channel([&](int own, int, const OwnChannel& channel) {
+      PrefetchWindow(convolution, channel.convolved);
+    });
     PrefetchLines(p.state + place_in(1, 0) * c.d * c.e, c.d * c.e * 4, thread, kThreads);
   }
   // What this thread reads of the tokens.
@@ -271,19 +279,19 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
     T inputs[2][kTokens], gates[kOutputs], decays[kOutputs];
     float rate, step;
   };
-  const int rates_token = kThreads - 1 - thread;  // whose rates this thread has
+  const int rates_token = kThreads - 1 - threadIdx.x;  // whose rates this thread has
   // Returns the place of number `i` of this thread among those of all tokens.
   const auto decay_at = [&](int i) { return i * kThreads + kThreads - 1 - thread; };
   const auto output_at = [&](int i) { return i * kThreads + thread; };
   const auto load_tokens = [&](int first, int count) {
-    const int64_t index = row * c.t + first;
+    const int64_t index = static_cast<int64_t>(row) * c.t + first;
     const T* projected = static_cast<const T*>(p.projected) + index * places.row;
     Tokens read = {};
-    each_channel([&](int own, int) {
+    each_channel([&](int own, int, const OwnChannel& channel) {
 #pragma unroll
       for (int token = 0; token < kTokens; ++token) {
         if (token >= count) break;
-        read.inputs[own][token] = projected[token * places.row + channels[own].projected];
+        read.inputs[own][token] = projected[token * places.row + channel.projected];
       }
     });
     if (rates_token < count) {
@@ -357,27 +365,38 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
             ChannelDecay(c, p, head, line, ToFloat(tokens.decays[i]));
       }
     }
-    each_channel([&](int own, int i) {
-      const int32_t channel = channels[own].convolved;
+    if constexpr (kMany) {
+      // They stay out of the registers while the tokens go through the state.
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) shared.gates[0][output_at(i)] = ToFloat(tokens.gates[i]);
+    }
+    each_channel([&](int own, int i, const OwnChannel& channel) {
       float* const mixed = i < c.d       ? shared.queries[0] + i
                            : i < 2 * c.d ? shared.keys[0] + i - c.d
                                          : shared.values[0] + i - 2 * c.d;
+      // Returns input `index` of those that token `first` needs.
+      const auto input_at = [&](int index) {
+        if constexpr (!kMany) return *convolution.Past(index, channel.convolved);
+        const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channel);
+        return InputAt(convolution, channel.convolved, inputs, first + index);
+      };
+      if constexpr (kMany) {
+        // No window stays in registers while tokens go through the state, which has most of them.
+        if (first > 0) {
+          windows[own] = LoadWindow(convolution, channel.convolved, FromFloat<T>(0.0f), input_at);
+        }
+      }
 #pragma unroll
       for (int token = 0; token < kTokens; ++token) {
         if (token >= count) break;
-        if constexpr (kMany) {
-          if (first + token > 0) Shift(windows[own]);
-        }
+        if (token > 0) Shift(windows[own]);
         windows[own].inputs[0] = tokens.inputs[own][token];
-        const auto earlier = [&](int tap) {
-          if constexpr (!kMany) return *convolution.Past(tap, channel);
-          const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channels[own]);
-          return InputAt(convolution, channel, inputs, first + token + tap);
-        };
-        mixed[token * kMaxWidth] = Silu(Convolve(convolution, channel, windows[own], earlier));
+        const auto earlier = [&](int tap) { return input_at(token + tap); };
+        mixed[token * kMaxWidth] =
+            Silu(Convolve(convolution, channel.convolved, windows[own], earlier));
       }
       if (!kMany && real && i >= 2 * c.d && present != 0) {
-        Advance(convolution, channel, windows[own]);
+        Advance(convolution, channel.convolved, windows[own]);
       }
     });
     if (real && first + count == c.t) ArriveAtCluster();  // this block has read the past inputs
@@ -516,8 +535,9 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
       float sum = 0.0f;
 #pragma unroll
       for (const float square : shared.squares[token]) sum += square;
-      const float normal = weight * (y[i] * ReciprocalRoot(sum / static_cast<float>(c.e) + c.eps));
-      const float gate = ToFloat(tokens.gates[i]);
+      const float norm = kMany ? shared.norm[own] : weight;
+      const float normal = norm * (y[i] * ReciprocalRoot(sum / static_cast<float>(c.e) + c.eps));
+      const float gate = kMany ? shared.gates[token][own] : ToFloat(tokens.gates[i]);
       static_cast<T*>(p.y)[place_in(c.t, first + token) * c.e + own] =
           FromFloat<T>(normal * (kChannels ? Sigmoid(gate) : Silu(gate)));
     }
@@ -535,14 +555,15 @@ __global__ void __launch_bounds__(kThreads, kFull && !kEarly ? 2 : 1)
   const bool writes = writes_keys && shared_head == 0;
   if constexpr (kMany) {
     const int count = CountPresent(p.positions, row, c.t);
-    each_channel([&](int own, int i) {
-      const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channels[own]);
-      if (writes || i >= 2 * c.d) {
-        WriteSlots(convolution, channels[own].convolved, inputs, c.t, count);
-      }
-    });
+#pragma unroll 1
+    for (int i = (writes ? 0 : 2 * c.d) + thread; i < 2 * c.d + c.e; i += kThreads) {
+      const OwnChannel channel = channel_at(i);
+      const TokenInputs<T> inputs = InputsOf<T>(c, p, places, row, channel);
+      WriteSlots(convolution, channel.convolved, inputs, c.t, count);
+    }
   } else if (writes && present != 0 && thread < 2 * c.d) {
-    Advance(convolution, channels[0].convolved, windows[0]);
+    const OwnChannel channel = channel_at(thread);
+    Advance(convolution, channel.convolved, windows[0]);
   }
 }
 

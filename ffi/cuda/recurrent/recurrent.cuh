@@ -85,18 +85,27 @@ struct Window {
   float weights[kWindow];
 };
 
-template <typename T>
-__device__ __forceinline__ Window<T> LoadWindow(const Convolution<T>& c, int32_t channel,
-                                                T newest) {
+// Returns the window of a token. `earlier(index)` returns an input before it: `index` counts from
+// the oldest one that the token needs.
+template <typename T, typename Earlier>
+__device__ __forceinline__ Window<T> LoadWindow(const Convolution<T>& c, int32_t channel, T newest,
+                                                const Earlier& earlier) {
   const float* last = c.weights + static_cast<int64_t>(channel) * c.taps + c.taps - 1;
   Window<T> window = {{newest}, {*last}};
 #pragma unroll
   for (int back = 1; back < kWindow; ++back) {
     const bool exists = back < c.taps;
-    window.inputs[back] = exists ? *c.Past(c.taps - 1 - back, channel) : FromFloat<T>(0.0f);
+    window.inputs[back] = exists ? earlier(c.taps - 1 - back) : FromFloat<T>(0.0f);
     window.weights[back] = exists ? last[-back] : 0.0f;
   }
   return window;
+}
+
+// Returns the window of the first token.
+template <typename T>
+__device__ __forceinline__ Window<T> LoadWindow(const Convolution<T>& c, int32_t channel,
+                                                T newest) {
+  return LoadWindow(c, channel, newest, [&](int index) { return *c.Past(index, channel); });
 }
 
 // Prefetches what LoadWindow reads.
