@@ -5,6 +5,7 @@
 # Parts, in the order in which they run by default:
 #   tests     tests/gpu without the tests of machine code, with a worker for each core
 #   steps     decoding of Qwen3-30B-A3B, without and with guessed drafts
+#   linears   the forms of linear layers with few rows, which forms.h chooses from
 #   drafts    how many texts change because a kernel reads several tokens at once
 #   train     training steps of LoRA with the sizes of Qwen3-30B-A3B, 4096 tokens
 #   gradient  the backward pass of expert layers
@@ -15,7 +16,7 @@
 # does not know it.
 set -uo pipefail
 . "$(dirname "$0")/parts.sh"
-((${#parts[@]})) || parts=(tests steps drafts train gradient load models)
+((${#parts[@]})) || parts=(tests steps linears drafts train gradient load models)
 for name in "${parts[@]}"; do
   case $name in
     tests)
@@ -28,6 +29,10 @@ for name in "${parts[@]}"; do
         --commit "$commit" --output "$out/decode.json"
       part guesses 320 python3 benchmarks/decode.py --format nvfp4 --cells 1x128 16x128 \
         --draft guess --commit "$commit" --output "$out/decode_drafts.json"
+      ;;
+    linears)
+      part linears 120 python3 benchmarks/linear_forms.py --commit "$commit" \
+        --output "$out/linear_forms.json"
       ;;
     drafts)
       part drafts 520 python3 tests/programs/drafting_sweep.py --dtype bfloat16 --seconds 450

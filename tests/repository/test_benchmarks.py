@@ -21,6 +21,7 @@ import decode
 import jax
 import jax.numpy as jnp
 import layer
+import linear_forms
 import model_peers
 import model_sizes
 import moe
@@ -63,6 +64,22 @@ H200 = Ceilings(copy_tb_per_s=4.24, matmul_tflop_per_s=797.0)
 )
 def test_floor(case, tokens, active, floor):
     assert moe_cases.floor_us(CASES[case], tokens, active, H200) == pytest.approx(floor)
+
+
+def test_forms_of_linears_are_compared_with_the_time_to_read_weights(tmp_path):
+    """The floor is computed by hand: 4 million weights at 9/16 byte, at 2 TB/s."""
+    program = tmp_path / "program"
+    lines = ("2.000", "$1 $2 $3 2.250 linear_few", "4 $2 $3 4.5 sm90, teams 2")
+    program.write_text("#!/bin/sh\n" + "".join(f'echo "{line}"\n' for line in lines))
+    program.chmod(0o755)
+    bandwidth, table = linear_forms.measure(program, [(1, 2000, 2000)])
+    assert bandwidth == 2.0
+    assert [(row["rows"], row["n"], row["k"], row["form"]) for row in table] == [
+        (1, 2000, 2000, "linear_few"),
+        (4, 2000, 2000, "sm90, teams 2"),
+    ]
+    assert [row["floor_us"] for row in table] == [1.125, 1.125]
+    assert [row["over_floor"] for row in table] == [2.0, 4.0]
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 512, 8192])
