@@ -66,22 +66,30 @@ struct OutputPlaces {
       places[i] = slots != nullptr && row < tile.rows ? slots[row] : tile.row + row;
     }
   }
+
+  // Returns the place of row `row` + g of the tile, where `row` is a multiple of eight.
+  __device__ __forceinline__ int32_t Of(int row, int g) const {
+    int32_t own = places[0];
+#pragma unroll
+    for (int i = 1; i < (kRows + 31) / 32; ++i) {
+      if (row >= 32 * i) own = places[i];
+    }
+    return __shfl_sync(0xffffffffu, own, row % 32 + g);
+  }
 };
 
-// Stores outputs by code that is unrolled over groups of eight rows, so that no group waits for the
-// one before.
+// Stores outputs and uses up `sums`, by code that is unrolled over groups of eight rows, so that no
+// group waits for the one before.
 template <Finish kFinish, typename T, int kSize, int kRows>
 __device__ __forceinline__ void StoreUnrolled(const TileStore<T>& store,
                                               const OutputPlaces<kRows>& places,
-                                              const float (&sums)[kSize]) {
-#pragma unroll
-  for (int j = 0; j < kSize / 4; ++j) {
-    if (8 * j >= store.tile.rows) break;
-    const int32_t place = __shfl_sync(0xffffffffu, places.places[j / 4], 8 * j % 32 + store.g);
-    StoreRows(store, 8 * j, place,
-              store.template Finished<kFinish>(8 * j, sums[4 * j], sums[4 * j + 1], sums[4 * j + 2],
-                                               sums[4 * j + 3]));
-  }
+                                              float (&sums)[kSize]) {
+  const auto store_group = [&](int row, int i) {
+    StoreRows(
+        store, row, places.Of(row, store.g),
+        store.template Finished<kFinish>(row, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]));
+  };
+  ForGroupsOfRows<kSize>(store.tile.rows, store_group, [&](int i, int j) { sums[i] = sums[j]; });
 }
 
 // As StoreTile, for `rows` and `places` that were loaded before.

@@ -182,4 +182,24 @@ __device__ __forceinline__ void FinishRolled(const TileStore<T>& tile_store, flo
   }
 }
 
+// Calls store(row, index of its first sum) for each eight sorted rows of a tile of `rows` rows that
+// has `kSize` sums in a lane. The code is unrolled over the groups of small tiles. Groups of larger
+// ones take turns in the first places, to which move(i, j) brings sum j. If all were unrolled, the
+// code for 128 rows would have 35,000 instructions, and compiling it would take as long as that for
+// all smaller tiles. Other sizes of a part spilled registers.
+template <int kSize, typename Store, typename Move>
+__device__ __forceinline__ void ForGroupsOfRows(int rows, const Store& store, const Move& move) {
+  constexpr int kGroups = kSize / 4, kPart = kGroups <= 6 ? kGroups : kGroups <= 8 ? 4 : 1;
+#pragma unroll 1
+  for (int part = 0; part < kGroups; part += kPart) {
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) {
+      if (8 * (part + j) >= rows) return;
+      store(8 * (part + j), 4 * j);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * (kGroups - kPart); ++i) move(i, i + 4 * kPart);
+  }
+}
+
 }  // namespace nvfp4

@@ -50,13 +50,14 @@ __device__ __forceinline__ void StoreRoundedRows(const TileStore<T> (&stores)[2]
 
 template <Finish kFinish, typename T, int kSize>
 __device__ __forceinline__ void StoreRoundedUnrolled(const TileStore<T> (&stores)[2],
-                                                     float input_scale,
-                                                     const float (&sums)[2][kSize]) {
-#pragma unroll
-  for (int j = 0; j < kSize / 4; ++j) {
-    if (8 * j >= stores[0].tile.rows) break;
-    StoreRoundedRows<kFinish>(stores, input_scale, 8 * j, sums[0] + 4 * j, sums[1] + 4 * j);
-  }
+                                                     float input_scale, float (&sums)[2][kSize]) {
+  const auto store_group = [&](int row, int i) {
+    StoreRoundedRows<kFinish>(stores, input_scale, row, sums[0] + i, sums[1] + i);
+  };
+  ForGroupsOfRows<kSize>(stores[0].tile.rows, store_group, [&](int i, int j) {
+    sums[0][i] = sums[0][j];
+    sums[1][i] = sums[1][j];
+  });
 }
 
 // Rounds and stores the outputs of a whole tile to consecutive rows, and uses up `sums`.
