@@ -6,6 +6,7 @@ from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, nested_configs, read_json
+from jax_nvfp4_moe.checkpoint.tekken import END, TEKKEN, read_tekken
 
 GENERATION_CONFIG = "generation_config.json"
 _KEY = "eos_token_id"
@@ -62,13 +63,17 @@ def read_end_of_text(folder: pathlib.Path) -> tuple[int, ...]:
     """Return the id of the tokenizer's ``eos_token``, without loading the tokenizer.
 
     Its text stands in ``tokenizer_config.json`` or ``special_tokens_map.json``, and its id in
-    ``tokenizer.json``. The result is empty where they name none, or cannot be read: a model does
-    not need its tokenizer, and `load_tokenizer` says what is wrong with these files.
+    ``tokenizer.json``. A folder with ``tekken.json`` alone has both there. The result is empty
+    where they name none, or cannot be read: a model does not need its tokenizer, and
+    `load_tokenizer` says what is wrong with these files.
 
     Args:
       folder: the checkpoint's folder.
     """
     try:
+        if exists(folder, TEKKEN) and not exists(folder, _TOKENIZER):
+            special = read_tekken(folder).special
+            return (special.index(END),) if END in special else ()
         config, named = (_read(folder, name) for name in (_TOKENIZER_CONFIG, _MAP))
         if config.get("added_tokens_decoder") is None:
             config = config | named

@@ -24,7 +24,7 @@ from jax_nvfp4_moe.cli.options import (
 from jax_nvfp4_moe.cli.output import progress_bar, say, show, table, to_json
 from jax_nvfp4_moe.cli.pictures import chart_size, draw_bytes
 from jax_nvfp4_moe.figures import check_plot, drawing
-from jax_nvfp4_moe.inference.tokenizer import TOKENIZER, load_tokenizer
+from jax_nvfp4_moe.inference.tokenizer import has_tokenizer, load_tokenizer
 from jax_nvfp4_moe.models.loading import abstract_model
 from jax_nvfp4_moe.quantization.layer_errors import (
     error_report,
@@ -135,8 +135,8 @@ def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
     If the checkpoint has no tokenizer and the user gives no text, the tokens are random, and None
     stands for their text.
     """
-    if text is None and not (find_folder(path) / TOKENIZER).exists():
-        say(f"{printable(path)} has no {TOKENIZER}; the text is {tokens} random token ids")
+    if text is None and not has_tokenizer(find_folder(path)):
+        say(f"{printable(path)} has no tokenizer; the text is {tokens} random token ids")
         size = abstract_model(path).model.config.vocab_size
         return np.random.default_rng(0).integers(0, size, tokens), None
     tokenizer = load_tokenizer(path)

@@ -21,6 +21,7 @@ from jax_nvfp4_moe.checkpoint.folder import (
     read_json,
 )
 from jax_nvfp4_moe.checkpoint.stop_ids import read_stop_ids
+from jax_nvfp4_moe.checkpoint.tekken import TEKKEN
 from jax_nvfp4_moe.inference.chat_template import (
     DEFAULT,
     Messages,
@@ -35,6 +36,7 @@ from jax_nvfp4_moe.inference.special_tokens import (
     say_ends,
     text_of,
 )
+from jax_nvfp4_moe.inference.tekken_encoder import read_encoder
 from jax_nvfp4_moe.inference.text_file import read_text
 from jax_nvfp4_moe.inference.tokenizer_class import (
     REBUILT,
@@ -50,8 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jax_nvfp4_moe")
 
-# Other forms of a tokenizer, which are named if tokenizer.json is missing.
-_OTHER_FORMS = ("tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
+# Other forms of a tokenizer, which are named if no form that is read is there.
+_OTHER_FORMS = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 # Keys of tokenizer_config.json that change ids or text, and that are not implemented.
 _NOT_IMPLEMENTED = ("fast_tokenizer_files", "fix_mistral_regex")
 _BPE_TOO = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
@@ -304,7 +306,8 @@ def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint, with its chat templates and its stop ids.
 
     Token ids, special tokens and rendered templates are those of transformers' AutoTokenizer.
-    ``tokenizer.json`` is required. The following files are read if they exist:
+    ``tokenizer.json`` or, in Mistral's own format, ``tekken.json`` is required; the first one
+    counts if both exist. The following files are read if they exist:
 
     * ``tokenizer_config.json``: added and special tokens, the tokenizer's class, chat templates
     * ``special_tokens_map.json`` and ``added_tokens.json``: the same tokens in older checkpoints,
@@ -325,8 +328,8 @@ def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
       A `Tokenizer`.
 
     Raises:
-      CheckpointError: ``tokenizer.json`` is missing or cannot be parsed, or another of the files
-        has wrong contents.
+      CheckpointError: ``tokenizer.json`` and ``tekken.json`` are missing or cannot be parsed, or
+        another of the files has wrong contents.
 
     Example:
       >>> import importlib.resources
@@ -366,8 +369,15 @@ def _load(folder):
     )
 
 
+def has_tokenizer(folder: pathlib.Path) -> bool:
+    """Return whether a checkpoint's folder has a file that `load_tokenizer` reads tokens from."""
+    return exists(folder, TOKENIZER) or exists(folder, TEKKEN)
+
+
 def _encoder(folder, config, model):
     """Return the `tokenizers.Tokenizer` of a folder, and the special tokens in it."""
+    if exists(folder, TEKKEN) and not exists(folder, TOKENIZER):
+        return read_encoder(folder)
     text = _tokenizer_text(folder)
     encoder = _parsed(text)
     stored = encoder.get_added_tokens_decoder()
