@@ -7,7 +7,6 @@ Source: ``tokens/tokenizers/tekken.py`` of mistral-common 1.13.
 """
 
 import base64
-import binascii
 import dataclasses
 import pathlib
 from collections.abc import Mapping
@@ -120,12 +119,9 @@ def _tokens(vocab) -> tuple[bytes, ...]:
     seen: dict[bytes, int] = {}
     for place, entry in enumerate(vocab):
         stored = _ranked(entry, place, "vocab").get("token_bytes")
-        try:
-            token = base64.b64decode(stored, validate=True)
-        except (TypeError, ValueError, binascii.Error):
-            raise _error(
-                f"vocab[{place}].token_bytes: expected base64, got {quoted(stored)}"
-            ) from None
+        token = _decoded(stored)
+        if token is None:
+            raise _error(f"vocab[{place}].token_bytes: expected base64, got {quoted(stored)}")
         if place < _BYTES and token != bytes([place]):
             raise _error(f"vocab[{place}].token_bytes: expected the byte {place}, got {token!r}")
         if len(token) > _LONGEST:
@@ -137,6 +133,14 @@ def _tokens(vocab) -> tuple[bytes, ...]:
                 f"vocab[{place}].token_bytes: expected bytes that no other token has, got {token!r}"
             )
     return tuple(seen)
+
+
+def _decoded(stored) -> bytes | None:
+    """Return the bytes that a text in base64 stands for, or None if it is none."""
+    try:
+        return base64.b64decode(stored, validate=True) if isinstance(stored, str) else None
+    except ValueError:  # binascii.Error is one, and so is a character that is not ASCII
+        return None
 
 
 def _ranked(entry, place, key) -> Mapping[str, Any]:

@@ -74,7 +74,7 @@ def _merges(tokens: Sequence[bytes], texts: Sequence[str]) -> Iterator[tuple[int
     """
     ranks = {token: i for i, token in enumerate(tokens)}
     for i, token in enumerate(tokens):
-        pairs = []
+        pairs: list[tuple[int, int]] = []
         for cut in range(1, len(token)):
             left = ranks.get(token[:cut])
             if left is not None and (right := ranks.get(token[cut:])) is not None:

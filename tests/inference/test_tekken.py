@@ -175,6 +175,7 @@ def test_wrong_settings_are_named(tmp_path, key, value, message):
     [
         (300, "%%%", r"vocab\[300\].token_bytes: expected base64, got '%%%'"),
         (300, "QUJD" * 400, r"vocab\[300\].token_bytes: expected at most 1024 bytes, got 1200"),
+        (300, "\u00e4AAA", r"vocab\[300\].token_bytes: expected base64, got"),
         (300, 7, r"vocab\[300\].token_bytes: expected base64, got 7"),
         (3, "BA==", r"vocab\[3\].token_bytes: expected the byte 3, got b'\\x04'"),
         (300, "AA==", r"vocab\[300\].token_bytes: expected bytes that no other token has"),
