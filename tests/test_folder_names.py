@@ -131,7 +131,7 @@ def test_warnings_have_the_name_on_one_line(tmp_path, caplog):
 def test_what_commands_say_has_the_name_on_one_line(tmp_path, capsys):
     folder = copy_with_config(CHECKPOINTS / "qwen3moe-modelopt-w4a16", tmp_path / NAME)
     inspect._sample(folder, None, 4)
-    assert f"{SHOWN} has no tokenizer.json" in capsys.readouterr().err
+    assert f"{SHOWN} has no tokenizer" in capsys.readouterr().err
 
 
 def test_names_that_can_be_shown_are_kept(tmp_path):
