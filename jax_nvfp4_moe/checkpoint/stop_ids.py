@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, nested_configs, read_json
-from jax_nvfp4_moe.checkpoint.tekken import END, TEKKEN, read_tekken
+from jax_nvfp4_moe.checkpoint.tekken import END, read_tekken, uses_tekken
 
 GENERATION_CONFIG = "generation_config.json"
 _KEY = "eos_token_id"
@@ -71,7 +71,7 @@ def read_end_of_text(folder: pathlib.Path) -> tuple[int, ...]:
       folder: the checkpoint's folder.
     """
     try:
-        if exists(folder, TEKKEN) and not exists(folder, _TOKENIZER):
+        if uses_tekken(folder):
             special = read_tekken(folder).special
             return (special.index(END),) if END in special else ()
         config, named = (_read(folder, name) for name in (_TOKENIZER_CONFIG, _MAP))

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.folder import read_json
+from jax_nvfp4_moe.checkpoint.folder import exists, read_json
 
 TEKKEN = "tekken.json"
+_FIRST = "tokenizer.json"  # counts if both are there
 UNKNOWN, BEGIN, END, PAD = "<unk>", "<s>", "</s>", "<pad>"
 # The special tokens of files that name none, which are the oldest ones.
 _OLDEST = (
@@ -42,6 +43,11 @@ class Tekken:
     pattern: str
     special: tuple[str, ...]
     tokens: tuple[bytes, ...]
+
+
+def uses_tekken(folder: pathlib.Path) -> bool:
+    """Return whether ``tekken.json`` is the tokenizer of a checkpoint's folder."""
+    return exists(folder, TEKKEN) and not exists(folder, _FIRST)
 
 
 def read_tekken(folder: pathlib.Path) -> Tekken:

@@ -21,7 +21,7 @@ from jax_nvfp4_moe.checkpoint.folder import (
     read_json,
 )
 from jax_nvfp4_moe.checkpoint.stop_ids import read_stop_ids
-from jax_nvfp4_moe.checkpoint.tekken import TEKKEN
+from jax_nvfp4_moe.checkpoint.tekken import uses_tekken
 from jax_nvfp4_moe.inference.chat_template import (
     DEFAULT,
     Messages,
@@ -371,12 +371,12 @@ def _load(folder):
 
 def has_tokenizer(folder: pathlib.Path) -> bool:
     """Return whether a checkpoint's folder has a file that `load_tokenizer` reads tokens from."""
-    return exists(folder, TOKENIZER) or exists(folder, TEKKEN)
+    return exists(folder, TOKENIZER) or uses_tekken(folder)
 
 
 def _encoder(folder, config, model):
     """Return the `tokenizers.Tokenizer` of a folder, and the special tokens in it."""
-    if exists(folder, TEKKEN) and not exists(folder, TOKENIZER):
+    if uses_tekken(folder):
         return read_encoder(folder)
     text = _tokenizer_text(folder)
     encoder = _parsed(text)

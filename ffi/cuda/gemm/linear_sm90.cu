@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads,
     CommitCopies();
   }
   const int lane = thread % 32, slab = thread / 32;
-  int count = 0;  // steps of this team
+  int count = 0;  // steps of this team in a loop
   // Computes the outputs of a tile. `odd` tells the tiles of a loop apart.
   const auto compute = [&](const int tile, const int odd) {
     const typename Layer::Row row = layer.LoadRow(tile, slab);
@@ -198,6 +198,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads,
       SyncGroup(team + 1, kTeamThreads);
       // All teams wait at equally many barriers, because racecheck orders accesses by their number.
       if (step == steps) break;
+      // Without a loop, it is derived from the step, and takes no registers of its own.
       if constexpr (!kLoops) ahead = {tile, step + kAhead, step + kAhead};
       if (exists(ahead)) {
         bring_weights(ahead);
