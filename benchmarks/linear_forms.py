@@ -36,7 +36,13 @@ def build(folder):
     """Compile ``linear_forms.cu`` and the kernels that it calls; return the program."""
     program = folder / "linear_forms"
     kernels = [KERNELS / f"{name}.cu" for name in ("linear_few", "linear_few_wide", "linear_row")]
-    options = ("-std=c++17", "-O3", "-arch=sm_90a", "--threads=4", f"-I{HERE.parent / 'ffi'}")
+    options = (
+        "-std=c++17",
+        "-O3",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "--threads=4",
+        f"-I{HERE.parent / 'ffi'}",
+    )
     subprocess.run(
         ["nvcc", *options, HERE / "linear_forms.cu", *kernels, "-o", program], check=True
     )

@@ -35,7 +35,8 @@ for name in "${parts[@]}"; do
         --output "$out/linear_forms.json"
       ;;
     drafts)
-      part drafts 520 python3 tests/programs/drafting_sweep.py --dtype bfloat16 --seconds 450
+      part drafts 520 env XLA_PYTHON_CLIENT_PREALLOCATE=false python3 \
+        tests/programs/drafting_sweep.py --dtype bfloat16 --seconds 450 --jobs "$(nproc)"
       ;;
     train)
       part train 520 python3 benchmarks/train.py --commit "$commit" \

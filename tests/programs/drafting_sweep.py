@@ -1,15 +1,18 @@
 """Compare decoding with drafts to decoding without, for every test checkpoint.
 
 ``python tests/programs/drafting_sweep.py [--new 300] [--dtype float32 bfloat16] [--batch 1 8]
-[--only NAME ...] [--seconds N]`` decodes the same prompts without drafts, and with drafts that are
-always right, always wrong, of both kinds, and wrong in one row. In float32, all tokens must be
-equal. In bfloat16, kernels round a token differently if others are read with it; the program then
-counts the texts that part, and the tokens up to there. It prints a line for each case, and its exit
-status is 1 if a token of a float32 case differs or a case fails.
+[--only NAME ...] [--seconds N] [--jobs N]`` decodes the same prompts without drafts, and with
+drafts that are always right, always wrong, of both kinds, and wrong in one row. In float32, all
+tokens must be equal. In bfloat16, kernels round a token differently if others are read with it; the
+program then counts the texts that part, and the tokens up to there. It prints a line for each case,
+and its exit status is 1 if a token of a float32 case differs or a case fails. With ``--jobs``, that
+many processes each take a checkpoint: most of the time goes to compilations.
 """
 
 import argparse
+import concurrent.futures
 import pathlib
+import subprocess
 import sys
 import time
 
@@ -64,6 +67,33 @@ def run(model, batch, new):
         yield mode, *count_until_parted(plain, np.asarray(tokens)), share
 
 
+def run_side_by_side(given):
+    """Run this program once for each checkpoint, and return whether one of them fails."""
+    began, options = time.monotonic(), ["--new", str(given.new), "--dtype", *given.dtype]
+    options += ["--batch", *map(str, given.batch)]
+
+    def run_folder(folder):
+        left = given.seconds - (time.monotonic() - began)
+        if left <= 0:
+            return f"{folder.name}: not begun, stopped by --seconds", False
+        command = [sys.executable, __file__, "--only", folder.name, *options]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=min(left, 1e6), check=False
+            )
+        except subprocess.TimeoutExpired as stopped:
+            lines = (stopped.stdout or b"").decode()
+            return f"{lines}{folder.name}: not ended, stopped by --seconds", False
+        return done.stdout + done.stderr * bool(done.returncode), bool(done.returncode)
+
+    failed = False
+    with concurrent.futures.ThreadPoolExecutor(given.jobs) as processes:
+        for text, failed_here in processes.map(run_folder, folders(given.only)):
+            print(text.rstrip(), flush=True)
+            failed |= failed_here
+    return failed
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--new", type=int, default=300)
@@ -71,7 +101,10 @@ def main():
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--jobs", type=int, default=1)
     given, faults, began = parser.parse_args(), 0, time.monotonic()
+    if given.jobs > 1:
+        sys.exit(run_side_by_side(given))
     for folder in folders(given.only):
         for dtype in given.dtype:
             if time.monotonic() - began > given.seconds:
