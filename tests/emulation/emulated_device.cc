@@ -33,7 +33,6 @@ int capability_major = 0;
 int block_shared_bytes = 0;
 int largest_shared_bytes = 0;
 int largest_cluster = 0;
-unsigned largest_grid = 0;
 int launches = 0;
 int calls = 0;
 
@@ -109,7 +108,6 @@ class EmulatedCall {
     for (const bool backwards : {false, true}) {
       emulation::backwards = backwards;
       largest_shared_bytes = largest_cluster = launches = 0;
-      largest_grid = 0;
       Fill();
       if (XLA_FFI_Error* error = RunOnce(handler)) return error;
       if (WroteOperand()) return Internal("a kernel wrote to an operand");
@@ -257,7 +255,6 @@ int call_count() { return nvfp4::calls; }
 // the number of launches.
 int largest_dynamic_bytes() { return nvfp4::largest_shared_bytes; }
 int largest_cluster_blocks() { return nvfp4::largest_cluster; }
-unsigned largest_grid_blocks() { return nvfp4::largest_grid; }
 int launch_count() { return nvfp4::launches; }
 
 // The FFI targets by number. The name is null behind the last one.

@@ -1,6 +1,5 @@
 """Test the kernel for linear layers with few rows on a CPU, with and without clusters."""
 
-import numpy as np
 import pytest
 from support.emulation import cuda_emulation
 from support.emulation.emulation_suite import run_product
@@ -76,33 +75,6 @@ def test_only_newer_devices_have_clusters(library, device, blocks):
     call = make_linear((8, 77, 1040), "bf16-none")
     run_product(library, engine, call, H200, capability=major)
     assert library.largest_cluster_blocks() == blocks
-
-
-# Rows, n, k -> blocks of each multiprocessor, which loop over tiles of 64 outputs. The loops end at
-# different tiles, the last tile is not full, and k gives each team many steps, few, or one team
-# none.
-LOOPS = {
-    (5, 1000, 1040): 3,
-    (8, 777, 592): 3,
-    (7, 450, 80): 3,
-    (9, 600, 2064): 2,
-    (16, 1000, 144): 2,
-}
-
-
-@pytest.mark.parametrize("unchanged", [False, True])
-@pytest.mark.parametrize("numbers", ["bf16-none", "f16-none"])
-@pytest.mark.parametrize("sizes", LOOPS, ids=str)
-def test_blocks_loop_over_the_tiles_of_a_vocabulary(library, sizes, numbers, unchanged):
-    """They have the bits of blocks that have one tile each."""
-    call = make_linear(sizes, numbers)
-    y = assert_accurate(
-        lambda call: run_product(library, "sm90", call, 1, unchanged=unchanged), call
-    )
-    assert library.largest_grid_blocks() == LOOPS[sizes]
-    apart = run_product(library, "sm90", call, 8, unchanged=unchanged)
-    assert library.largest_grid_blocks() == -(-sizes[1] // 64)
-    assert np.asarray(y).tobytes() == np.asarray(apart).tobytes()
 
 
 # n, k -> teams of a block, blocks of a cluster: of the layers above, and of one with short rows.

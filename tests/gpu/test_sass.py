@@ -356,9 +356,8 @@ def test_linear_of_hopper_uses_warpgroup_instructions(code):
         assert count["LDSM"] == (4 if weights == "DenseLayer" else 0), name
         assert count["LDGSTS"] >= 4, name
         assert count["CCTL"] >= 1, name
-    # Each has two dtypes, two numbers of teams, and four of eights; FP8 has two kinds of scales. Of
-    # NVFP4, two numbers of eights also have loops over tiles.
-    assert forms == {"PackedLayer": 16 + 4, "DenseLayer": 16, "Fp8Layer": 32}
+    # Each has two dtypes, two numbers of teams, and four of eights; FP8 has two kinds of scales.
+    assert forms == {"PackedLayer": 16, "DenseLayer": 16, "Fp8Layer": 32}
 
 
 def test_linear_of_hopper_waits_for_the_preceding_kernel(listing):

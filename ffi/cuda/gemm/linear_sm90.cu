@@ -24,10 +24,6 @@
 // the blocks of a cluster, and in that of their teams. The bits of a row depend on the other rows
 // of a call only where their number changes kEights.
 //
-// If there are many times more tiles of 64 weight rows than blocks fit into the device, as in the
-// head of a vocabulary, a block loops over tiles. Its rings then stay filled from a tile to the
-// next one, and partial sums have memory of their own.
-//
 // The kernel may start before the preceding one ends. If that kernel may have written the weights,
 // this one only prefetches them into the L2 cache before it waits.
 //
@@ -52,10 +48,9 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kMaxRanks = 4;
-constexpr int kLoopTiles = 2;  // more tiles for each block are computed in a loop
 
-// The sizes of the kernel for up to 8 * kEights rows. kLoops says that a block loops over tiles.
-template <typename Layer, int kEightCount, int kTeamCount, bool kLoops>
+// The sizes of the kernel for up to 8 * kEights rows.
+template <typename Layer, int kEightCount, int kTeamCount>
 struct Form {
   static constexpr int kEights = kEightCount, kTeams = kTeamCount;
   static constexpr int kThreads = kTeams * kTeamThreads;
@@ -68,15 +63,9 @@ struct Form {
   static constexpr int kRingBytes = kWeightsAt + kTeams * kStages * kWeightBytes;
   static constexpr int kSlabs = 4;  // slabs of 16 weight rows, one for each warp of a team
   static constexpr int kPartialBytes = kTeams * kEights * kSlabs * 32 * int{sizeof(float4)};
-  // In a loop, the partial sums of a tile are written while those of the one before are read.
-  static constexpr int kPartialsAt = kLoops ? kRingBytes : 0;
-  static constexpr int kPartialsEnd = kPartialsAt + (kLoops ? 2 : 1) * kPartialBytes;
-  static constexpr int kRowScalesAt = kRingBytes > kPartialsEnd ? kRingBytes : kPartialsEnd;
+  static constexpr int kRowScalesAt = kRingBytes > kPartialBytes ? kRingBytes : kPartialBytes;
   static constexpr int kRowScaleBytes = Layer::kIsFp8 ? kMostDenseRows * sizeof(float) : 0;
   static constexpr int kSharedBytes = kRowScalesAt + kRowScaleBytes;
-  // Blocks of a multiprocessor. In a loop, as many as fit are launched.
-  static constexpr int kMostBlocks = (228 << 10) / (kSharedBytes + (1 << 10));
-  static constexpr int kBlocks = kTeams == 2 ? (kLoops && kMostBlocks >= 3 ? 3 : 2) : 1;
   static_assert(kRowTileBytes % 1024 == 0, "the swizzle repeats after 1024 bytes");
   static_assert(kStages >= 3, "two steps are in flight while another one is used");
   static_assert(kSharedBytes <= (kTeams == 2 ? 113 : 227) << 10, "two blocks on a multiprocessor");
@@ -84,18 +73,16 @@ struct Form {
 
 struct Sizes {
   int32_t rows;
-  int32_t tiles;
   int32_t ranks;
   int32_t rank_tiles;
 };
 
-template <typename T, typename Layer, int kEights, int kTeams, bool kLoops>
-__global__ void __launch_bounds__(kTeams* kTeamThreads,
-                                  Form<Layer, kEights, kTeams, kLoops>::kBlocks)
+template <typename T, typename Layer, int kEights, int kTeams>
+__global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
     LinearSm90(const __grid_constant__ Layer layer, const Sizes p) {
-  using F = Form<Layer, kEights, kTeams, kLoops>;
+  using F = Form<Layer, kEights, kTeams>;
   NVFP4_DYNAMIC_SHARED(shared);
-  const int own_tile = static_cast<int>(blockIdx.x) / p.ranks;
+  const int tile = static_cast<int>(blockIdx.x) / p.ranks;
   const int rank = static_cast<int>(blockIdx.x) % p.ranks;
   // The shuffle tells the compiler that all lanes have the same team.
   const int team = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kTeamThreads, 0);
@@ -108,61 +95,45 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads,
   const uint32_t rows_at = SharedAddress(shared) + team * F::kStages * F::kRowsBytes;
   uint8_t* const weights = shared + F::kWeightsAt + team * F::kStages * F::kWeightBytes;
 
-  // A step of this team: its tile of weight rows, its number in that tile, and the number of steps
-  // before it.
-  struct Step {
-    int tile, own, count;
-  };
-  const auto exists = [&](const Step& step) {
-    return step.own < steps && (!kLoops || step.tile < p.tiles);
-  };
-  const auto after = [&](const Step& step) -> Step {
-    if (!kLoops || step.own + 1 < steps) return {step.tile, step.own + 1, step.count + 1};
-    return {step.tile + static_cast<int>(gridDim.x), 0, step.count + 1};
-  };
   // Calls function(tile of a step, its number along k) for the tiles of this team's step.
-  const auto each_tile = [&](const Step& step, const auto& function) {
+  const auto each_tile = [&](int step, const auto& function) {
 #pragma unroll
     for (int d = 0; d < F::kStepTiles; ++d) {
-      function(d, first_tile + (step.own * kTeams + team) * F::kStepTiles + d);
+      function(d, first_tile + (step * kTeams + team) * F::kStepTiles + d);
     }
   };
   // Past the last tile of the block, a step has zeros of x and some weights, which must be finite.
-  const auto bring_weights = [&](const Step& step) {
-    const uint32_t target = SharedAddress(weights) + step.count % F::kStages * F::kWeightBytes;
+  const auto bring_weights = [&](int step) {
+    const uint32_t target = SharedAddress(weights) + step % F::kStages * F::kWeightBytes;
     each_tile(step, [&](int d, int k_tile) {
-      layer.Bring(step.tile, min(k_tile, k_tiles - 1), thread, target + d * Layer::kTileBytes);
+      layer.Bring(tile, min(k_tile, k_tiles - 1), thread, target + d * Layer::kTileBytes);
     });
   };
-  const auto bring_rows = [&](const Step& step) {
-    const uint32_t target = rows_at + step.count % F::kStages * F::kRowsBytes;
+  const auto bring_rows = [&](int step) {
+    const uint32_t target = rows_at + step % F::kStages * F::kRowsBytes;
     const auto* x = static_cast<const uint16_t*>(layer.x());
     const int chunk = thread % kChunks;
     each_tile(step, [&](int d, int k_tile) {
       const int at = k_tile * kTileK + chunk * 8;
-      const bool is_there = k_tile < end_tile && at < layer.k();
+      const bool exists = k_tile < end_tile && at < layer.k();
 #pragma unroll
       for (int i = 0; i < (8 * kEights + kCopyRows - 1) / kCopyRows; ++i) {
         const int row = thread / kChunks + kCopyRows * i;
         if (row >= p.rows) break;
         CopyOrZero(target + d * F::kRowTileBytes + SwizzledChunk(row, chunk),
-                   x + (is_there ? static_cast<int64_t>(row) * layer.k() + at : 0),
-                   is_there ? 16 : 0);
+                   x + (exists ? static_cast<int64_t>(row) * layer.k() + at : 0), exists ? 16 : 0);
       }
     });
   };
   constexpr int kAhead = F::kStages - 1;
-  const Step first = {own_tile, 0, 0};
   const bool unchanged = layer.weight_is_unchanged();
-  Step ahead = first;
 #pragma unroll 1
-  for (; ahead.count < kAhead && exists(ahead); ahead = after(ahead)) {
+  for (int step = 0; step < min(steps, kAhead); ++step) {
     if (unchanged) {
-      bring_weights(ahead);
+      bring_weights(step);
     } else {
-      each_tile(ahead, [&](int, int k_tile) {
-        layer.Prefetch(ahead.tile, min(k_tile, k_tiles - 1), thread);
-      });
+      each_tile(step,
+                [&](int, int k_tile) { layer.Prefetch(tile, min(k_tile, k_tiles - 1), thread); });
     }
   }
   WaitForPrecedingKernel();
@@ -171,116 +142,95 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads,
   if constexpr (Layer::kIsFp8) {
     layer.BringRowScales(p.rows, static_cast<int>(threadIdx.x), row_scales);
   }
-  ahead = first;
 #pragma unroll 1
-  for (int i = 0; i < kAhead; ++i) {
-    if (exists(ahead)) {
-      if (!unchanged) bring_weights(ahead);
-      bring_rows(ahead);
-      ahead = after(ahead);
+  for (int step = 0; step < kAhead; ++step) {
+    if (step < steps) {
+      if (!unchanged) bring_weights(step);
+      bring_rows(step);
     }
     CommitCopies();
   }
   const int lane = thread % 32, slab = thread / 32;
-  int count = 0;  // steps of this team in a loop
-  // Computes the outputs of a tile. `odd` tells the tiles of a loop apart.
-  const auto compute = [&](const int tile, const int odd) {
-    const typename Layer::Row row = layer.LoadRow(tile, slab);
-    float sums[4 * kEights] = {};
-    typename Layer::template Extra<4 * kEights> extra;
-    uint32_t fragments[F::kStepTiles][4][4];
+  const typename Layer::Row row = layer.LoadRow(tile, slab);
+
+  float sums[4 * kEights] = {};
+  typename Layer::template Extra<4 * kEights> extra;
+  uint32_t fragments[F::kStepTiles][4][4];
 #pragma unroll 1
-    for (int step = 0; step < rounds; ++step) {
-      WgmmaWait<0>();
-      extra.EndStep(sums);
-      WaitCopies<kAhead - 1>();
-      FenceAsyncProxy();  // without it, tensor cores do not see rows that came by cp.async
-      SyncGroup(team + 1, kTeamThreads);
-      // All teams wait at equally many barriers, because racecheck orders accesses by their number.
-      if (step == steps) break;
-      // Without a loop, it is derived from the step, and takes no registers of its own.
-      if constexpr (!kLoops) ahead = {tile, step + kAhead, step + kAhead};
-      if (exists(ahead)) {
-        bring_weights(ahead);
-        bring_rows(ahead);
-        ahead = after(ahead);
-      }
-      CommitCopies();
-      const int stage = (kLoops ? count++ : step) % F::kStages;
-#pragma unroll
-      for (int d = 0; d < F::kStepTiles; ++d) {
-        layer.Load(weights + stage * F::kWeightBytes + d * Layer::kTileBytes, thread, fragments[d],
-                   extra);
-      }
-      WgmmaFence();
-#pragma unroll
-      for (int d = 0; d < F::kStepTiles; ++d) {
-        const uint32_t b =
-            DescriptorAddress(rows_at + stage * F::kRowsBytes + d * F::kRowTileBytes);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          Wgmma<T, 8 * kEights>::Run(sums, fragments[d][j], TileDescriptor(b + 2 * j));
-        }
-      }
-      WgmmaCommit();
-    }
+  for (int step = 0; step < rounds; ++step) {
     WgmmaWait<0>();
     extra.EndStep(sums);
-    extra.Finish(sums);
-    if constexpr (!kLoops) {
-      WaitCopies<0>();
-      __syncthreads();  // the partial sums take the place of the rings
+    WaitCopies<kAhead - 1>();
+    FenceAsyncProxy();  // without it, tensor cores do not see rows that came by cp.async
+    SyncGroup(team + 1, kTeamThreads);
+    // All teams wait at equally many barriers, because racecheck orders accesses by their number.
+    if (step == steps) break;
+    if (step + kAhead < steps) {
+      bring_weights(step + kAhead);
+      bring_rows(step + kAhead);
     }
-    // Returns where a team's partial sums of eight rows of x lie, for the slab of this warp.
-    const auto partial_at = [&](int of_team, int eight) {
-      return reinterpret_cast<float4*>(shared + F::kPartialsAt + odd * F::kPartialBytes) +
-             ((of_team * kEights + eight) * F::kSlabs + slab) * 32 + lane;
-    };
+    CommitCopies();
+    const int stage = step % F::kStages;
 #pragma unroll
-    for (int eight = 0; eight < kEights; ++eight) {
-      *partial_at(team, eight) = make_float4(sums[4 * eight], sums[4 * eight + 1],
-                                             sums[4 * eight + 2], sums[4 * eight + 3]);
+    for (int d = 0; d < F::kStepTiles; ++d) {
+      layer.Load(weights + stage * F::kWeightBytes + d * Layer::kTileBytes, thread, fragments[d],
+                 extra);
     }
-    const auto store = [&](int eight, float4 total) {
-      if constexpr (Layer::kIsFp8) layer.Scale(row_scales, eight, row, total);
-      layer.Store(tile, slab, p.rows, row, eight, total);
-    };
-    if (kLoops || p.ranks == 1) {
-      __syncthreads();
-#pragma unroll 1
-      for (int eight = team; 8 * eight < p.rows; eight += kTeams) {
-        float4 total = *partial_at(0, eight);
+    WgmmaFence();
 #pragma unroll
-        for (int other = 1; other < kTeams; ++other) Add(total, *partial_at(other, eight));
-        store(eight, total);
+    for (int d = 0; d < F::kStepTiles; ++d) {
+      const uint32_t b = DescriptorAddress(rows_at + stage * F::kRowsBytes + d * F::kRowTileBytes);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        Wgmma<T, 8 * kEights>::Run(sums, fragments[d][j], TileDescriptor(b + 2 * j));
       }
-      return;
     }
-    SyncCluster();
-#pragma unroll 1
-    for (int eight = team * p.ranks + rank; 8 * eight < p.rows; eight += p.ranks * kTeams) {
-      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 2
-      for (int peer = 0; peer < p.ranks; ++peer) {
+    WgmmaCommit();
+  }
+  WgmmaWait<0>();
+  extra.EndStep(sums);
+  extra.Finish(sums);
+  WaitCopies<0>();
+  __syncthreads();  // the partial sums take the place of the rings
+  // Returns where a team's partial sums of eight rows of x lie, for the slab of this warp.
+  const auto partial_at = [&](int of_team, int eight) {
+    return reinterpret_cast<float4*>(shared) +
+           ((of_team * kEights + eight) * F::kSlabs + slab) * 32 + lane;
+  };
 #pragma unroll
-        for (int other = 0; other < kTeams; ++other) {
-          Add(total, LoadPeer16(SharedAddress(partial_at(other, eight)), peer));
-        }
-      }
+  for (int eight = 0; eight < kEights; ++eight) {
+    *partial_at(team, eight) =
+        make_float4(sums[4 * eight], sums[4 * eight + 1], sums[4 * eight + 2], sums[4 * eight + 3]);
+  }
+  const auto store = [&](int eight, float4 total) {
+    if constexpr (Layer::kIsFp8) layer.Scale(row_scales, eight, row, total);
+    layer.Store(tile, slab, p.rows, row, eight, total);
+  };
+  if (p.ranks == 1) {
+    __syncthreads();
+#pragma unroll 1
+    for (int eight = team; 8 * eight < p.rows; eight += kTeams) {
+      float4 total = *partial_at(0, eight);
+#pragma unroll
+      for (int other = 1; other < kTeams; ++other) Add(total, *partial_at(other, eight));
       store(eight, total);
     }
-    LeaveCluster();  // until then, other blocks may read the shared memory of this one
-  };
-  if constexpr (!kLoops) {
-    compute(own_tile, 0);
     return;
   }
-  int odd = 0;
+  SyncCluster();
 #pragma unroll 1
-  for (int tile = own_tile; tile < p.tiles; tile += static_cast<int>(gridDim.x)) {
-    compute(tile, odd);
-    odd ^= 1;
+  for (int eight = team * p.ranks + rank; 8 * eight < p.rows; eight += p.ranks * kTeams) {
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 2
+    for (int peer = 0; peer < p.ranks; ++peer) {
+#pragma unroll
+      for (int other = 0; other < kTeams; ++other) {
+        Add(total, LoadPeer16(SharedAddress(partial_at(other, eight)), peer));
+      }
+    }
+    store(eight, total);
   }
+  LeaveCluster();  // until then, other blocks may read the shared memory of this one
 }
 
 // Calls function(number) for the kEights of the kernel for `rows` rows.
@@ -296,21 +246,12 @@ template <typename T, int kTeams, typename Layer>
 cudaError_t LaunchTeams(cudaStream_t stream, const Layer& layer, int64_t rows, int64_t n, int64_t k,
                         int32_t ranks) {
   return WithEights(rows, [&](auto eights) {
-    using F = Form<Layer, eights, kTeams, false>;
-    const int64_t steps = CeilDiv(CeilDiv(k, kTileK), F::kStepTiles), tiles = CeilDiv(n, kTileM);
-    const Sizes sizes = {static_cast<int32_t>(rows), static_cast<int32_t>(tiles), ranks,
+    using F = Form<Layer, eights, kTeams>;
+    const int64_t steps = CeilDiv(CeilDiv(k, kTileK), F::kStepTiles);
+    const Sizes sizes = {static_cast<int32_t>(rows), ranks,
                          static_cast<int32_t>(CeilDiv(steps, ranks) * F::kStepTiles)};
-    if constexpr (kTeams == 2 && eights <= Layer::kMostLoopEights) {
-      using Loop = Form<Layer, eights, kTeams, true>;
-      const int64_t blocks = int64_t{Loop::kBlocks} * MultiprocessorCount();
-      if (ranks == 1 && tiles > kLoopTiles * blocks) {
-        return LaunchWide(stream, dim3(static_cast<unsigned>(blocks)), Loop::kThreads,
-                          Loop::kSharedBytes, /*overlaps=*/true,
-                          LinearSm90<T, Layer, eights, kTeams, true>, layer, sizes);
-      }
-    }
-    const dim3 grid(static_cast<unsigned>(tiles * ranks));
-    const auto kernel = LinearSm90<T, Layer, eights, kTeams, false>;
+    const dim3 grid(static_cast<unsigned>(CeilDiv(n, kTileM) * ranks));
+    const auto kernel = LinearSm90<T, Layer, eights, kTeams>;
     const int bytes = SharedBytesAlone(grid.x, ranks, F::kThreads, F::kSharedBytes, kernel);
     return LaunchClusters(stream, grid, ranks, F::kThreads, bytes, /*overlaps=*/true, kernel, layer,
                           sizes);

@@ -2,7 +2,7 @@
 // in shared memory. StepTiles is the number of tiles of a step, and Stages that of stages in a
 // ring. Prefetch brings a tile to the L2 cache, and Bring to shared memory. Load makes fragments of
 // it. Extra is what a lane keeps besides its sums. LoadRow loads what the outputs of a lane need,
-// and Store stores them. With up to 8 * kMostLoopEights rows, a block may loop over tiles.
+// and Store stores them.
 #pragma once
 
 #include "cuda/epilogues/direct_store.cuh"
@@ -39,7 +39,6 @@ struct NoExtra {
 template <typename T>
 struct PackedLayer {
   static constexpr bool kIsFp8 = false;
-  static constexpr int kMostLoopEights = 2;
   static constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
   // Unpacking has time for two tiles only if the MMAs of a tile are short.
   static constexpr int StepTiles(int eights) { return eights <= 4 ? 2 : 1; }
@@ -183,7 +182,6 @@ struct PlainOperands {
 template <typename T>
 struct DenseLayer : PlainOperands<T, uint16_t> {
   static constexpr bool kIsFp8 = false;
-  static constexpr int kMostLoopEights = 0;  // FitsDenseSm90 lets no layer have so many tiles
   static constexpr int kTileBytes = PlainOperands<T, uint16_t>::kWeightBytes;
   static constexpr int StepTiles(int) { return 1; }
   static constexpr int Stages(int teams, int eights) {
@@ -251,7 +249,6 @@ struct Fp8Layer : PlainOperands<T, uint8_t> {
   using Base = PlainOperands<T, uint8_t>;
 
   static constexpr bool kIsFp8 = true;
-  static constexpr int kMostLoopEights = 0;  // as above
   static constexpr int kTileBytes =
       Base::kWeightBytes + (kGroups ? kTileM * int{sizeof(float)} : 0);
   static_assert(kDenseGroup == 2 * kTileK, "a step of two tiles is a group");

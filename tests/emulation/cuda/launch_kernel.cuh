@@ -18,7 +18,6 @@ inline int ComputeCapabilityMajor() { return capability_major; }
 extern int block_shared_bytes;    // the limit of the emulated device
 extern int largest_shared_bytes;  // most dynamic bytes of a launch since `configure`
 extern int largest_cluster;       // most blocks of a cluster since then
-extern unsigned largest_grid;     // most blocks of a launch in x since then
 extern int launches;              // since then
 inline int BlockSharedBytes() { return block_shared_bytes; }
 inline int MultiprocessorSharedBytes() { return block_shared_bytes + 1024; }
@@ -46,7 +45,6 @@ cudaError_t LaunchClusters(cudaStream_t, dim3 grid, int cluster, int threads, in
   if (shared_bytes > block_shared_bytes) return cudaErrorInvalidValue;
   largest_shared_bytes = std::max(largest_shared_bytes, shared_bytes);
   largest_cluster = std::max(largest_cluster, cluster);
-  largest_grid = std::max(largest_grid, grid.x);
   ++launches;
   emulation::dynamic_bytes = shared_bytes;
   for (int rank = 0; rank < cluster; ++rank) {
