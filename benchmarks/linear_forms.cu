@@ -39,38 +39,10 @@ struct Candidate {
   std::function<cudaError_t(cudaStream_t, const ExpertGemm&)> launch;
 };
 
-template <typename F>
-Sizes SizesOf(const ExpertGemm& gemm, int64_t rows, int ranks) {
-  const int64_t steps = CeilDiv(KTiles(gemm.k), F::kStepTiles);
-  return {static_cast<int32_t>(rows), gemm.m_tiles(), ranks,
-          static_cast<int32_t>(CeilDiv(steps, ranks) * F::kStepTiles)};
-}
-
-// Launches one block, or one cluster, for each tile.
 template <int kTeams>
-cudaError_t LaunchApart(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows, int ranks) {
-  return WithEights(rows, [&](auto eights) {
-    using Layer = PackedLayer<T>;
-    using F = Form<Layer, eights, kTeams, false>;
-    const Layer layer = {gemm, MakeTileConstants<T>()};
-    const auto kernel = LinearSm90<T, Layer, eights, kTeams, false>;
-    const dim3 grid(static_cast<unsigned>(gemm.m_tiles() * ranks));
-    const int bytes = SharedBytesAlone(grid.x, ranks, F::kThreads, F::kSharedBytes, kernel);
-    return LaunchClusters(stream, grid, ranks, F::kThreads, bytes, /*overlaps=*/true, kernel, layer,
-                          SizesOf<F>(gemm, rows, ranks));
-  });
-}
-
-// Launches the loop over tiles with `per_sm` blocks on each multiprocessor.
-template <int kEights, int kTeams>
-cudaError_t LaunchLoop(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows, int per_sm) {
-  using Layer = PackedLayer<T>;
-  using F = Form<Layer, kEights, kTeams, true>;
-  const Layer layer = {gemm, MakeTileConstants<T>()};
-  const int blocks = std::min<int>(per_sm * MultiprocessorCount(), gemm.m_tiles());
-  return LaunchWide(stream, dim3(static_cast<unsigned>(blocks)), F::kThreads, F::kSharedBytes,
-                    /*overlaps=*/true, LinearSm90<T, Layer, kEights, kTeams, true>, layer,
-                    SizesOf<F>(gemm, rows, 1));
+cudaError_t LaunchSm90(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows, int32_t ranks) {
+  const PackedLayer<T> layer = {gemm, MakeTileConstants<T>()};
+  return LaunchTeams<T, kTeams>(stream, layer, rows, gemm.columns, gemm.k, ranks);
 }
 
 std::vector<Candidate> CandidatesOf(const Size& size) {
@@ -93,23 +65,14 @@ std::vector<Candidate> CandidatesOf(const Size& size) {
       if (teams * ranks > 8) continue;
       add("sm90, teams " + std::to_string(teams) + ", ranks " + std::to_string(ranks),
           [=](cudaStream_t stream, const ExpertGemm& gemm) {
-            const auto launch = teams == 2 ? LaunchApart<2> : LaunchApart<4>;
+            const auto launch = teams == 2 ? LaunchSm90<2> : LaunchSm90<4>;
             return launch(stream, gemm, rows, ranks);
-          });
-    }
-    for (const int per_sm : {1, 2, 3}) {
-      if (rows > 16 || (teams == 4 && per_sm > 1)) continue;
-      add("sm90 loop, teams " + std::to_string(teams) + ", blocks " + std::to_string(per_sm),
-          [=](cudaStream_t stream, const ExpertGemm& gemm) {
-            const auto launch = rows <= 8 ? (teams == 2 ? LaunchLoop<1, 2> : LaunchLoop<1, 4>)
-                                          : (teams == 2 ? LaunchLoop<2, 2> : LaunchLoop<2, 4>);
-            return launch(stream, gemm, rows, per_sm);
           });
     }
   }
   add("as chosen", [rows](cudaStream_t stream, const ExpertGemm& gemm) {
     const LinearDevice device = {MultiprocessorCount(), BlockSharedBytes(), true, true};
-    const LinearForm form = ChooseLinearForm(rows, gemm.columns, gemm.k, device);
+    const LinearForm form = ChooseLinearForm(rows, gemm.columns, gemm.k, /*norm=*/false, device);
     if (form == LinearForm::kSm90) return LaunchLinearSm90(stream, gemm, rows);
     if (form == LinearForm::kRow) return LaunchLinearRow(stream, gemm, nullptr, true);
     return LaunchLinearFew(stream, gemm, rows, CutLinearFew(rows, gemm.columns, gemm.k, true));
@@ -161,13 +124,21 @@ double MedianUs(const Function& function) {
   return 1e3 * times[kRepeats / 2];
 }
 
+// Copies 16 bytes for each thread.
+__global__ void Copy(const uint4* from, uint4* to) {
+  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  to[at] = from[at];
+}
+
 double CopyTbPerS() {
-  constexpr int64_t kBytes = int64_t{2} << 30;
-  void *const from = Filled(kBytes, 1), *const to = Filled(kBytes, 0);
+  constexpr int64_t kBytes = int64_t{2} << 30, kThreads = 512;
+  const auto* const from = static_cast<const uint4*>(Filled(kBytes, 1));
+  auto* const to = static_cast<uint4*>(Filled(kBytes, 0));
   const double us = MedianUs([&](cudaStream_t stream) {
-    return cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice, stream);
+    Copy<<<kBytes / sizeof(uint4) / kThreads, kThreads, 0, stream>>>(from, to);
+    return cudaGetLastError();
   });
-  cudaFree(from);
+  cudaFree(const_cast<uint4*>(from));
   cudaFree(to);
   return 2 * kBytes / us * 1e-6;
 }

@@ -14,7 +14,9 @@ MODEL_SIZES = [
     *((rows, 5120, 2048) for rows in (1, 8, 16, 32, 64)),
     *((rows, 2048, 4096) for rows in (1, 4, 8, 16, 64)),
     *((rows, 12288, 2048) for rows in (2, 48)),
-    *((rows, 65600, 2048) for rows in (1, 9)),  # blocks loop over such a vocabulary
+    *((rows, 28672, 4096) for rows in (1, 4, 16)),
+    *((rows, 4096, 14336) for rows in (1, 4, 16)),
+    *((rows, 65600, 2048) for rows in (1, 9)),
 ]
 
 

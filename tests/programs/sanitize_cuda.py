@@ -81,10 +81,11 @@ ROUTERS = (
     (70, 512, Router(32, score="sqrt_softplus", num_groups=8, groups_kept=4)),
     (6, 1024, Router(32, num_groups=1024, groups_kept=40)),
 )
-# rows, n, k of linear layers. In those with the most outputs, blocks loop over tiles.
+# rows, n, k of linear layers
 LINEARS = (
     *((1, 77, 80), (1, 24, 4176), (4, 16, 16), (5, 77, 1040), (16, 40, 592), (64, 77, 1040)),
-    *((9, 4300, 144), (33, 4300, 80), (16, 1100, 1040), (5, 65616, 400), (16, 65616, 144)),
+    *((9, 4300, 144), (33, 4300, 80), (16, 1100, 1040)),
+    *((1, 8500, 2064), (5, 8500, 2064), (16, 4100, 1040)),
 )
 # rows, n, k of layers with plain weights that take the larger output tiles on a large GPU
 LARGE_TILES = ((1, 8464, 520), (16, 2200, 520), (64, 600, 1160))

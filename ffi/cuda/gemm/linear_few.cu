@@ -15,8 +15,8 @@
 // that costs more than the weights. The second form reads x a quarter as often, and clusters along
 // k give each multiprocessor work.
 //
-// On 9.0, linear_sm90.cu has all layers of more than four rows, and large ones of fewer. Layers of
-// more than eight rows come here on later devices alone.
+// On 9.0, linear_sm90.cu has all layers of more than four rows, and large ones of two to four.
+// Layers of more than eight rows come here on later devices alone.
 //
 // A warp has one slab. It loads weights from memory to registers, kDepth weight tiles ahead. All
 // blocks together have the weights of a small layer in flight at once. While the preceding kernel

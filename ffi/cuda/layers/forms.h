@@ -123,17 +123,28 @@ constexpr int64_t LinearRowDynamicBytes(int64_t k) {
 // linear_row.cu, linear_few.cu or linear_sm90.cu, or none: a GEMM of tiles.
 enum class LinearForm { kNone, kRow, kFew, kSm90 };
 
-inline LinearForm ChooseLinearForm(int64_t rows, int64_t n, int64_t k, const LinearDevice& device) {
+// Chooses for `rows` rows. `norm` says that the call is a norm and a linear layer, and that
+// linear_row.cu can compute the norm, too.
+//
+// On an H200, a row took 4.3 us with linear_few.cu, 5.9 with linear_row.cu and 6.2 with
+// linear_sm90.cu if weights are 4096 x 4096, and 11.9, 17.5 and 14.1 us if they are 4096 x 14336
+// (benchmarks/linear_forms.py). Four rows took 5.7 and 6.2 us with linear_few.cu and
+// linear_sm90.cu, and 17.5 and 14.1. But a norm as a kernel of its own costs more than
+// linear_row.cu does: a step of Qwen3-30B-A3B, which has 48 of them, took 1673 us instead of 1511.
+inline LinearForm ChooseLinearForm(int64_t rows, int64_t n, int64_t k, bool norm,
+                                   const LinearDevice& device) {
   if (rows > MostLinearRows(k, device)) return LinearForm::kNone;
-  // On wgmma, x costs least. Other kernels are faster if x, which they read for each slab, is
-  // small.
-  constexpr int64_t kSmallBytes = 2 << 20;
-  const bool small = rows <= 4 && CeilDiv(n, kSlab) * rows * k * 2 <= kSmallBytes;
-  if (device.is_sm90 && !small) return LinearForm::kSm90;
-  // With more slabs, the forms of linear_few.cu occupy the device, too, and read x less often.
-  const bool row = rows == 1 && CeilDiv(n, kSlab) <= 4 * device.multiprocessors &&
-                   LinearRowDynamicBytes(k) <= device.shared_bytes - kLinearRowStaticBytes;
-  return row ? LinearForm::kRow : LinearForm::kFew;
+  const int64_t slabs = CeilDiv(n, kSlab);
+  const bool row_fits = rows == 1 && slabs <= 4 * device.multiprocessors &&
+                        LinearRowDynamicBytes(k) <= device.shared_bytes - kLinearRowStaticBytes;
+  if (!device.is_sm90) return row_fits ? LinearForm::kRow : LinearForm::kFew;
+  // Kernels but for that of wgmma read x for each slab, and linear_row.cu also computes the norm
+  // for each block.
+  constexpr int64_t kNormBytes = 2 << 20, kFewBytes = 8 << 20, kFewRows = 4;
+  const int64_t bytes = slabs * rows * k * 2;
+  if (row_fits && norm && bytes <= kNormBytes) return LinearForm::kRow;
+  const bool few = rows == 1 || (rows <= kFewRows && bytes <= kFewBytes);
+  return few ? LinearForm::kFew : LinearForm::kSm90;
 }
 
 // The GEMM of sorted rows on 9.0. kWgmma is in expert_gemm_sm90.cu. The others use mma.sync: kMma

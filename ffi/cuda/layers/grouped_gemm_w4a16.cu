@@ -55,7 +55,8 @@ LinearForm ChooseForm(const GroupedGemmCall& call, const GroupedGemmBuffers& buf
   if (!linear || call.transposed || call.is_empty() || shape.m > kLinearFewRows) {
     return LinearForm::kNone;
   }
-  return ChooseLinearForm(shape.m, shape.n, shape.k,
+  const bool norm = buffers.norm != nullptr && FitsInputNorm(*buffers.norm);
+  return ChooseLinearForm(shape.m, shape.n, shape.k, norm,
                           {MultiprocessorCount(), BlockSharedBytes(), HasClusters(call),
                            call.engine == EngineKind::kSm90});
 }
