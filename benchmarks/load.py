@@ -11,9 +11,10 @@ that first program took; on a GPU, these are its context and libraries. The peak
 its ``peak_bytes_in_use``. The bound of both is 1.1 times the prepared bytes plus one layer.
 
 The second table says where the time of the loading thread goes: in the headers, in the empty model
-and its tensors' places, in waiting for the thread that reads, in copies to the device, in compiling
-the conversions of the weights, and in waiting for the device, which converts them. "Reading" is how
-long the other thread read. A part of it is hidden behind the rest.
+and its tensors' places, in tracing the conversions of the weights, in waiting until threads have
+compiled them, in waiting for the thread that reads, in copies to the device, and in waiting for the
+device, which converts. "Reading" is how long the thread that reads did so. A part of it is hidden
+behind the rest.
 
 Prints the tables and writes ``benchmarks/results/load.DEVICE.json``. The exit status is 1 if a peak
 is above its bound.
@@ -78,7 +79,7 @@ class Shares:
       reading: seconds that the other thread reads.
     """
 
-    PARTS = ("headers", "model", "waiting for reads", "copies", "compiling", "device")
+    PARTS = ("headers", "model", "tracing", "compiling", "waiting for reads", "copies", "device")
 
     def __init__(self):
         self.seconds, self.reading = dict.fromkeys(self.PARTS, 0.0), 0.0
@@ -86,7 +87,6 @@ class Shares:
 
     def __enter__(self):
         import jax
-        from compilations import Compilations
 
         from jax_nvfp4_moe.models import loading
         from jax_nvfp4_moe.nn.building import filling
@@ -94,11 +94,17 @@ class Shares:
         for owner, function, part in (
             (loading, "open_checkpoint", "headers"),
             (loading, "find_model", "model"),
+            (filling, "lower_conversions", "tracing"),
             (jax, "device_put", "copies"),
             (jax, "block_until_ready", "device"),
         ):
             self._patch(owner, function, self._timed(getattr(owner, function), part))
-        self._compilations, read_ahead = Compilations(), filling.read_ahead
+        compiling, read_ahead = filling.compiling, filling.read_ahead
+
+        @contextlib.contextmanager
+        def timed_compiling(programs):
+            with compiling(programs) as wait:
+                yield self._timed(wait, "compiling")
 
         def timed_read(read):
             start = time.perf_counter()
@@ -113,12 +119,12 @@ class Shares:
             with contextlib.closing(results):
                 yield from iter(take, results)
 
+        self._patch(filling, "compiling", timed_compiling)
         self._patch(filling, "read_ahead", timed_reads)
         return self
 
     def __exit__(self, *_):
         self._patches.close()
-        self.seconds["compiling"] = self._compilations.seconds  # the other thread compiles nothing
 
     def _patch(self, owner, name, function):
         self._patches.enter_context(unittest.mock.patch.object(owner, name, function))

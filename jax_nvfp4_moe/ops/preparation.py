@@ -13,6 +13,7 @@ from jax_nvfp4_moe.backends.resolution import resolve, resolve_again
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor, check_moe_params
+from jax_nvfp4_moe.ops.compiling_ahead import Noted
 from jax_nvfp4_moe.ops.documentation import share_lines
 from jax_nvfp4_moe.ops.running import list_records
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target
@@ -129,7 +130,7 @@ def _to_layout(weights, layout):
     return weights.to_layout(layout)
 
 
-convert = jax.jit(_to_layout, static_argnums=1)
+convert = Noted(jax.jit(_to_layout, static_argnums=1))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

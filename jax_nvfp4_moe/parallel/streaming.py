@@ -81,6 +81,23 @@ def join_chunks(
     return joined
 
 
+def lower_join(chunk: Experts, count: int, layout: str | None) -> list[jax.stages.Lowered]:
+    """Return the programs of `join_chunks` on one device, which finds them compiled if they are.
+
+    Args:
+      chunk: shapes ``[step, ...]`` of a chunk.
+      count, layout: as for `join_chunks`.
+    """
+    if chunk.num_experts == count:
+        return [_convert_whole.lower(chunk, layout, None)]
+    joined = jax.eval_shape(lambda chunk: _allocate(chunk, count, layout, None), chunk)
+    first = jax.ShapeDtypeStruct((), np.int32)
+    return [
+        _allocate.lower(chunk, count, layout, None),
+        _write.lower(joined, chunk, first, layout, None),
+    ]
+
+
 @functools.partial(jax.jit, static_argnames=("layout", "expert_mesh"))
 def _convert_whole(chunk, layout, expert_mesh):
     """Return the experts of the only chunk in `layout`, on their devices."""

@@ -77,8 +77,8 @@ def test_only_newer_devices_have_clusters(library, device, blocks):
     assert library.largest_cluster_blocks() == blocks
 
 
-# n, k -> teams of a block, and blocks of a cluster, in general and with few rows of x: of the layers
-# above, of Llama 3, of a vocabulary, and of one with short rows.
+# n, k -> teams of a block and blocks of a cluster, in general and with few rows of x: of the layers
+# above, of Llama 3, of a vocabulary, and of layers with short rows.
 SM90_CUTS = {
     (5120, 2048): ((4, 1), (4, 1)),
     (2048, 4096): ((2, 4), (4, 2)),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -15,11 +16,12 @@ from jax_nvfp4_moe.checkpoint.reading.read_ahead import read_ahead
 from jax_nvfp4_moe.nn.building.builder import Part, Values, values_of_shard
 from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import MoEParams
+from jax_nvfp4_moe.ops.compiling_ahead import compiling, lower_calls
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, replicate
 from jax_nvfp4_moe.parallel.experts import shard_experts
 from jax_nvfp4_moe.parallel.shard_spec import axis_spec
 from jax_nvfp4_moe.parallel.sharded_variable import module_axes
-from jax_nvfp4_moe.parallel.streaming import chunk_size, join_chunks
+from jax_nvfp4_moe.parallel.streaming import chunk_size, join_chunks, lower_join
 
 
 def fill(root: Any, prefix: str, parts: Sequence[Part], reader: Any, how: Settings):
@@ -107,9 +109,11 @@ def _place_all(parts, reader, how, abstract) -> Generator[Any, None, None]:
                 plans.append(_plan(part, reader.fork(), how, layout))
             yield from plans[-1].reads
 
-    with contextlib.closing(read_ahead(reads())) as arrays:
+    programs = lower_conversions(parts, reader, how, layouts)
+    with compiling(programs) as wait, contextlib.closing(read_ahead(reads())) as arrays:
         for first in arrays:
             plan = plans.popleft()
+            wait()
             with _naming_what_is_too_large(plan.part, how):
                 # Wait for each part. During its conversion a part is in memory twice, and reading
                 # more than the next arrays at that time would raise the peak memory of a load.
@@ -156,6 +160,44 @@ def _plan(part: Part, reader, how: Settings, layout: str | None) -> _Plan:
     chunks = [slice(first, first + step) for first in range(0, count, step)]
     reads = [functools.partial(_read, params, chunk) for chunk in chunks]
     return _Plan(part, reader, reads, lambda arrays: join_chunks(arrays, count, step, layout))
+
+
+def lower_conversions(
+    parts: Sequence[Part], reader: Any, how: Settings, layouts: Sequence[str | None]
+) -> list[jax.stages.Lowered]:
+    """Return the programs that convert parts on one device.
+
+    Args:
+      parts: the parts.
+      reader: open reader of the checkpoint. Nothing is read.
+      how: settings.
+      layouts: for each part, the layout of its NVFP4 experts, or None.
+    """
+    modules, experts = {}, {}
+    for part, layout in zip(parts, layouts, strict=True):
+        leaves, tree = jax.tree.flatten({name: one.value for name, one in part.sources.items()})
+        shapes = tree, layout, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        (modules if part.experts is None else experts).setdefault(shapes, (part, layout))
+    traced = [functools.partial(_construct_zeros, part) for part, _ in modules.values()]
+    programs = lower_calls(traced)
+    for part, layout in experts.values():
+        if layout is not None:
+            params = part.experts.read(reader)
+            step = chunk_size(params, params.num_experts, how.target)
+            chunk = jax.tree.map(functools.partial(_shape_of_chunk, step), params)
+            programs += lower_join(chunk, params.num_experts, layout)
+    return programs
+
+
+def _shape_of_chunk(step, leaf):
+    """Return the shape of a chunk of `step` experts of an array."""
+    return jax.ShapeDtypeStruct((step, *leaf.shape[1:]), leaf.dtype)
+
+
+def _construct_zeros(part):
+    """Construct a part from zeros, in a trace."""
+    values = {name: source.value for name, source in part.sources.items()}
+    part.construct(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), values))
 
 
 def _read(values, index):

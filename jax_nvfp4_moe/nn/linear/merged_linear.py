@@ -16,6 +16,7 @@ from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear.fp8_linear import find_activation_scaling
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.ops.compiling_ahead import Noted
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, choose_scheme
 
 
@@ -106,6 +107,7 @@ def join_weights(parts: Sequence[LinearWeights]) -> LinearWeights:
     )
 
 
+@Noted
 @jax.jit  # one program instead of several for each matrix of a model that is loaded
 def _join_matrices(weights) -> Any:
     """Return one matrix with the rows of all `weights`, which have the same type."""
