@@ -72,7 +72,7 @@ std::vector<Candidate> CandidatesOf(const Size& size) {
   }
   add("as chosen", [rows](cudaStream_t stream, const ExpertGemm& gemm) {
     const LinearDevice device = {MultiprocessorCount(), BlockSharedBytes(), true, true};
-    const LinearForm form = ChooseLinearForm(rows, gemm.columns, gemm.k, /*norm=*/false, device);
+    const LinearForm form = ChooseLinearForm(rows, gemm.columns, gemm.k, device);
     if (form == LinearForm::kSm90) return LaunchLinearSm90(stream, gemm, rows);
     if (form == LinearForm::kRow) return LaunchLinearRow(stream, gemm, nullptr, true);
     return LaunchLinearFew(stream, gemm, rows, CutLinearFew(rows, gemm.columns, gemm.k, true));

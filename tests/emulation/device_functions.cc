@@ -222,8 +222,8 @@ void cut_linear_few(int64_t rows, int64_t n, int64_t k, int clusters, LinearFewC
   *cut = CutLinearFew(rows, n, k, clusters != 0);
 }
 
-void cut_linear_sm90(int64_t n, int64_t k, int few, LinearSm90Cut* cut) {
-  *cut = CutLinearSm90(n, k, few != 0);
+void cut_linear_sm90(int64_t n, int64_t k, int few, int weight_bits, LinearSm90Cut* cut) {
+  *cut = CutLinearSm90(n, k, few != 0, weight_bits);
 }
 
 // The types are values of DataType. The layer has a bias in float32.

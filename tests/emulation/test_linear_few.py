@@ -77,27 +77,35 @@ def test_only_newer_devices_have_clusters(library, device, blocks):
     assert library.largest_cluster_blocks() == blocks
 
 
-# n, k -> teams of a block and blocks of a cluster, in general and with few rows of x: of the layers
-# above, of Llama 3, of a vocabulary, and of layers with short rows.
+# n, k -> teams of a block and blocks of a cluster: with many rows of x, with few rows and FP8
+# weights, and with few rows and FP4 weights. They are of the layers above, of Llama 3, of a
+# vocabulary, and of layers with short rows.
 SM90_CUTS = {
-    (5120, 2048): ((4, 1), (4, 1)),
-    (2048, 4096): ((2, 4), (4, 2)),
-    (12288, 2048): ((2, 1), (2, 2)),
-    (28672, 4096): ((2, 1), (2, 2)),
-    (4096, 14336): ((2, 2), (4, 2)),
-    (4096, 2048): ((2, 2), (4, 2)),
-    (12288, 1024): ((2, 1), (2, 1)),
-    (4096, 896): ((2, 2), (2, 2)),
-    (1024, 2048): ((2, 4), (2, 4)),
-    (1024, 256): ((2, 1), (2, 1)),
-    (248320, 2048): ((2, 1), (2, 1)),
+    (5120, 2048): ((4, 1), (4, 1), (4, 1)),
+    (2048, 4096): ((2, 4), (4, 2), (4, 2)),
+    (12288, 2048): ((2, 1), (2, 1), (2, 2)),
+    (28672, 4096): ((2, 1), (2, 1), (2, 2)),
+    (4096, 14336): ((2, 2), (2, 2), (4, 2)),
+    (4096, 2048): ((2, 2), (2, 2), (4, 2)),
+    (12288, 1024): ((2, 1), (2, 1), (2, 1)),
+    (4096, 896): ((2, 2), (2, 2), (2, 2)),
+    (1024, 2048): ((2, 4), (2, 4), (2, 4)),
+    (1024, 256): ((2, 1), (2, 1), (2, 1)),
+    (248320, 2048): ((2, 1), (2, 1), (2, 1)),
 }
 
 
 @pytest.mark.parametrize(("n", "k"), SM90_CUTS)
 def test_layers_are_cut_for_hopper(library, n, k):
-    cuts = [cuda_emulation.cut_linear_sm90(library, n, k, H200, few=few) for few in (False, True)]
-    assert tuple((cut.teams, cut.ranks) for cut in cuts) == SM90_CUTS[n, k]
+    def cut(few, weight_bits):
+        found = cuda_emulation.cut_linear_sm90(
+            library, n, k, H200, few=few, weight_bits=weight_bits
+        )
+        return found.teams, found.ranks
+
+    many = {cut(False, bits) for bits in (4, 8, 16)} | {cut(True, 16)}
+    assert many == {SM90_CUTS[n, k][0]}
+    assert (cut(True, 8), cut(True, 4)) == SM90_CUTS[n, k][1:]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])

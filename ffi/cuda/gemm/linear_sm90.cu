@@ -261,34 +261,39 @@ cudaError_t LaunchTeams(cudaStream_t stream, const Layer& layer, int64_t rows, i
 template <typename T, typename Layer>
 cudaError_t LaunchLayer(cudaStream_t stream, const Layer& layer, int64_t rows, int64_t n,
                         int64_t k) {
-  const bool few = !std::is_same_v<Layer, DenseLayer<T>> && rows <= 16;
-  const LinearSm90Cut cut = CutLinearSm90(n, k, few);
+  const LinearSm90Cut cut = CutLinearSm90(n, k, /*few=*/rows <= 16, Layer::kWeightBits);
   return cut.teams == 2 ? LaunchTeams<T, 2>(stream, layer, rows, n, k, cut.ranks)
                         : LaunchTeams<T, 4>(stream, layer, rows, n, k, cut.ranks);
 }
 
 }  // namespace
 
-LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few) {
+LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few, int weight_bits) {
   const int64_t tiles = CeilDiv(n, kTileM), count = MultiprocessorCount();
   if (2 * tiles > count && tiles <= count) return {4, 1};
   // A cluster has as many blocks as leave each multiprocessor one, and each team a step.
   const int64_t steps = CeilDiv(k, 2 * kTileK);
-  // With a few times more tiles than multiprocessors, the last tiles would leave most of the device
-  // idle, and smaller blocks spread better. A layer of 28672 x 4096 with 4 rows took 24.9 us
-  // instead of 26.3; but one of 248320 x 2048, which has 30 times as many, took 116 us instead
-  // of 94.
-  if (few && tiles > count && tiles <= 4 * count && steps >= 16) return {2, 2};
   const int64_t ranks =
       std::clamp<int64_t>(std::min(count / tiles, steps / 2), 1, int64_t{kMaxRanks});
+  const bool few_fp4 = few && weight_bits == 4;
+  // With a few times more tiles than multiprocessors, the last tiles would leave most of the device
+  // idle, and smaller blocks spread better. A layer of 28672 x 4096 with 4 rows took 24.9 us
+  // instead of 26.3. But one of 248320 x 2048, which has 30 times as many tiles as there are
+  // multiprocessors, took 116 us instead of 94.
+  if (few_fp4 && tiles > count && tiles <= 4 * count && steps >= 16) return {2, 2};
   // Clusters of four do not cover a device whose GPCs have, for example, 18 multiprocessors. While
   // the preceding kernel still runs, up to three of these blocks came to a multiprocessor, and took
   // 6.9 us where the others took 2.7. Half as many blocks with twice as many teams have room, and
-  // took 5.1. In place of clusters of two, twice as many teams have more weights in flight: 4096 x
-  // 14336 with 4 rows took 14.1 us instead of 17.9. With more rows, and with weights that need no
-  // unpacking, they are slower by 1 % of a step. With FP8 weights, a step of 1 to 16 rows is 0 to
-  // 0.6 % shorter.
-  if (few && ranks > 1 && 2 * tiles * ranks > count && steps >= 8) return {4, 2};
+  // took 5.1. With more rows, and with weights that need no unpacking, they are slower by 1 % of a
+  // step. With FP8 weights, a step of 1 to 16 rows is 0 to 0.6 % shorter.
+  //
+  // In place of clusters of two, twice as many teams have more weights in flight: 4096 x 14336 with
+  // 4 rows took 14.1 us instead of 17.9. With FP8 weights, a step of Llama-3.1-8B that is cut like
+  // FP4 is 2 to 3 % longer.
+  const int64_t most = few_fp4 ? 1 : 2;
+  if (few && weight_bits < 16 && ranks > most && 2 * tiles * ranks > count && steps >= 8) {
+    return {4, 2};
+  }
   return {2, static_cast<int32_t>(ranks)};
 }
 

@@ -14,9 +14,10 @@ struct LinearSm90Cut {
   int32_t ranks;  // up to 4; up to 2 with four teams
 };
 
-// Cuts a layer with n outputs for the current device. `few`: whether its weights are unpacked,
-// and it has at most 16 rows. The cut does not depend on the number of rows otherwise.
-LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few);
+// Cuts a layer with n outputs for the current device. `few`: whether it has at most 16 rows. The
+// cut does not depend on the number of rows otherwise. `weight_bits`: 4, 8 or 16, of a stored
+// weight.
+LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few, int weight_bits);
 
 // Whether the kernel is faster than that of dense_few.cuh on 9.0. That one is faster if there are
 // so many outputs that reading x for each 64 of them costs more than reading the weights. forms.h

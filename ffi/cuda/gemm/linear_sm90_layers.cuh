@@ -38,6 +38,7 @@ struct NoExtra {
 // A layer with NVFP4 weights.
 template <typename T>
 struct PackedLayer {
+  static constexpr int kWeightBits = 4;
   static constexpr bool kIsFp8 = false;
   static constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
   // Unpacking has time for two tiles only if the MMAs of a tile are short.
@@ -181,6 +182,7 @@ struct PlainOperands {
 // A layer with weights of the type of x.
 template <typename T>
 struct DenseLayer : PlainOperands<T, uint16_t> {
+  static constexpr int kWeightBits = 16;
   static constexpr bool kIsFp8 = false;
   static constexpr int kTileBytes = PlainOperands<T, uint16_t>::kWeightBytes;
   static constexpr int StepTiles(int) { return 1; }
@@ -248,6 +250,7 @@ template <typename T, bool kGroups>
 struct Fp8Layer : PlainOperands<T, uint8_t> {
   using Base = PlainOperands<T, uint8_t>;
 
+  static constexpr int kWeightBits = 8;
   static constexpr bool kIsFp8 = true;
   static constexpr int kTileBytes =
       Base::kWeightBytes + (kGroups ? kTileM * int{sizeof(float)} : 0);

@@ -123,26 +123,22 @@ constexpr int64_t LinearRowDynamicBytes(int64_t k) {
 // linear_row.cu, linear_few.cu or linear_sm90.cu, or none: a GEMM of tiles.
 enum class LinearForm { kNone, kRow, kFew, kSm90 };
 
-// Chooses for `rows` rows. `norm` says that the call is a norm and a linear layer, and that
-// linear_row.cu can compute the norm, too.
-//
 // On an H200, a row took 4.3 us with linear_few.cu, 5.9 with linear_row.cu and 6.2 with
 // linear_sm90.cu if weights are 4096 x 4096, and 11.9, 17.5 and 14.1 us if they are 4096 x 14336
-// (benchmarks/linear_forms.py). Four rows took 5.7 and 6.2 us with linear_few.cu and
-// linear_sm90.cu, and 17.5 and 14.1. But a norm as a kernel of its own costs more than
-// linear_row.cu does: a step of Qwen3-30B-A3B, which has 48 of them, took 1673 us instead of 1511.
-inline LinearForm ChooseLinearForm(int64_t rows, int64_t n, int64_t k, bool norm,
-                                   const LinearDevice& device) {
+// (benchmarks/linear_forms.py). Four rows took 5.7 us with linear_few.cu and 6.2 with
+// linear_sm90.cu, or 17.5 and 14.1. But behind an expert layer, which leaves little room for the
+// blocks of linear_few.cu, and where it computes a norm, too, linear_row.cu is faster for small
+// layers: a step took 1511 us instead of 1575 (Qwen3-30B-A3B).
+inline LinearForm ChooseLinearForm(int64_t rows, int64_t n, int64_t k, const LinearDevice& device) {
   if (rows > MostLinearRows(k, device)) return LinearForm::kNone;
   const int64_t slabs = CeilDiv(n, kSlab);
   const bool row_fits = rows == 1 && slabs <= 4 * device.multiprocessors &&
                         LinearRowDynamicBytes(k) <= device.shared_bytes - kLinearRowStaticBytes;
   if (!device.is_sm90) return row_fits ? LinearForm::kRow : LinearForm::kFew;
-  // Kernels but for that of wgmma read x for each slab, and linear_row.cu also computes the norm
-  // for each block.
-  constexpr int64_t kNormBytes = 2 << 20, kFewBytes = 8 << 20, kFewRows = 4;
+  // All kernels but that of wgmma read x for each slab: so many bytes.
   const int64_t bytes = slabs * rows * k * 2;
-  if (row_fits && norm && bytes <= kNormBytes) return LinearForm::kRow;
+  constexpr int64_t kRowBytes = 2 << 20, kFewBytes = 8 << 20, kFewRows = 4;
+  if (row_fits && bytes < kRowBytes) return LinearForm::kRow;
   const bool few = rows == 1 || (rows <= kFewRows && bytes <= kFewBytes);
   return few ? LinearForm::kFew : LinearForm::kSm90;
 }

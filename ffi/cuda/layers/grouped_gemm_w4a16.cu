@@ -55,8 +55,7 @@ LinearForm ChooseForm(const GroupedGemmCall& call, const GroupedGemmBuffers& buf
   if (!linear || call.transposed || call.is_empty() || shape.m > kLinearFewRows) {
     return LinearForm::kNone;
   }
-  const bool norm = buffers.norm != nullptr && FitsInputNorm(*buffers.norm);
-  return ChooseLinearForm(shape.m, shape.n, shape.k, norm,
+  return ChooseLinearForm(shape.m, shape.n, shape.k,
                           {MultiprocessorCount(), BlockSharedBytes(), HasClusters(call),
                            call.engine == EngineKind::kSm90});
 }

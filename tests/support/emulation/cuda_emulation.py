@@ -276,9 +276,10 @@ def cut_linear_few(
     return _cut(library, "cut_linear_few", LinearFewCut(), *how)
 
 
-def cut_linear_sm90(library, n, k, multiprocessors, *, few) -> LinearSm90Cut:
-    """Return how the kernel for 9.0 cuts a linear layer, with `few` NVFP4 rows or other ones."""
-    return _cut(library, "cut_linear_sm90", LinearSm90Cut(), (n, k), (few,), multiprocessors)
+def cut_linear_sm90(library, n, k, multiprocessors, *, few, weight_bits) -> LinearSm90Cut:
+    """Return how the kernel for 9.0 cuts a linear layer, with `few` rows or more."""
+    others = few, weight_bits
+    return _cut(library, "cut_linear_sm90", LinearSm90Cut(), (n, k), others, multiprocessors)
 
 
 def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
