@@ -31,7 +31,7 @@ def _over_marlin() -> str:
 
 def _steps_over(peer: str) -> str:
     """Return how many times as fast as a peer decoding is, over all cells of both."""
-    return _range(row["times"][peer] for row in model_tables.steps() if peer in row["times"])
+    return _range(row["times"][peer] for row in model_tables.steps(peer))
 
 
 def _prompts_over(peer: str) -> str:

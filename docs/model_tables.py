@@ -9,23 +9,29 @@ _PEERS = "llama.cpp", "transformers"
 _MESHES = {"1x1": "one GPU", "2x1": "two GPUs along `expert`", "1x2": "two GPUs along `tensor`"}
 
 
-def steps() -> list[Row]:
-    """Return the newest row of each step of decoding."""
+def steps(peer: str | None = None) -> list[Row]:
+    """Return the newest row of each step of decoding.
+
+    Args:
+      peer: only rows of runs in which this engine ran, or with "", any other engine.
+    """
     rows = records.read_rows(
         *(f"{name}.NVIDIA-H200" for name in ("decode", "decode_models", "decode_earlier"))
     )
+    if peer is not None:
+        rows = [row for row in rows if (peer in row["times"] if peer else row["times"])]
     return records.newest(rows, ("model", "format", "fp8_cache", "batch", "prompt"))
 
 
-def step(model: str, batch: int, prompt: int) -> Row:
-    """Return the newest row of one step with NVFP4 weights.
+def step(model: str, batch: int, prompt: int, peer: str | None = None) -> Row:
+    """Return the newest row of one step with NVFP4 weights; `peer` as for `steps`.
 
     Raises:
       LookupError: no run has this step.
     """
     wanted = (model, "nvfp4", False, batch, prompt)
     keys = "model", "format", "fp8_cache", "batch", "prompt"
-    for row in steps():
+    for row in steps(peer):
         if tuple(row.get(key, False) for key in keys) == wanted:
             return row
     raise LookupError(f"no run has a step of {wanted}")
@@ -38,7 +44,7 @@ def is_plain(row: Row) -> bool:
 
 def decode_beside_peers() -> str:
     """Return the table of steps beside the engines that ran in the same run."""
-    rows = [row for row in steps() if row["times"]]
+    rows = steps(peer="")
     headings = (
         *("model", "batch", "prompt", "over llama.cpp", "over transformers"),
         *("tokens/s", "llama.cpp", "transformers"),

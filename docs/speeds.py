@@ -67,7 +67,7 @@ def layer(case: str, tokens: int) -> Comparison:
 
 def step(model: str, batch: int, prompt: int) -> Comparison:
     """Compare decoding of a whole model with llama.cpp on one H200."""
-    row = model_tables.step(model, batch, prompt)
+    row = model_tables.step(model, batch, prompt, "llama.cpp")
     what = f"decoding, batch {batch}"
     return _beside_llama(model, what, row["tokens_per_s"], row["times"]["llama.cpp"], row["run"])
 
