@@ -123,12 +123,17 @@ constexpr int64_t LinearRowDynamicBytes(int64_t k) {
 // linear_row.cu, linear_few.cu or linear_sm90.cu, or none: a GEMM of tiles.
 enum class LinearForm { kNone, kRow, kFew, kSm90 };
 
-// On an H200, a row took 4.3 us with linear_few.cu, 5.9 with linear_row.cu and 6.2 with
-// linear_sm90.cu if weights are 4096 x 4096, and 11.9, 17.5 and 14.1 us if they are 4096 x 14336
-// (benchmarks/linear_forms.py). Four rows took 5.7 us with linear_few.cu and 6.2 with
-// linear_sm90.cu, or 17.5 and 14.1. But behind an expert layer, which leaves little room for the
-// blocks of linear_few.cu, and where it computes a norm, too, linear_row.cu is faster for small
-// layers: a step took 1511 us instead of 1575 (Qwen3-30B-A3B).
+// On an H200, layers took so many microseconds (benchmarks/linear_forms.py):
+//
+//                        linear_few.cu   linear_row.cu   linear_sm90.cu
+//   4096 x 4096, 1 row        4.3             5.9              6.2
+//   4096 x 4096, 4 rows       5.7                              6.2
+//   4096 x 14336, 1 row      11.9            17.5             14.1
+//   4096 x 14336, 4 rows     17.5                             14.1
+//
+// But the blocks of linear_few.cu find little room behind an expert layer, and only linear_row.cu
+// also computes a norm. It is faster for small layers: a step of Qwen3-30B-A3B took 1511 us with
+// it, and 1575 us with linear_few.cu for all layers without a norm.
 inline LinearForm ChooseLinearForm(int64_t rows, int64_t n, int64_t k, const LinearDevice& device) {
   if (rows > MostLinearRows(k, device)) return LinearForm::kNone;
   const int64_t slabs = CeilDiv(n, kSlab);
