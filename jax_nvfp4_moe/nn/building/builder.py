@@ -491,7 +491,7 @@ class Builder:
         params, expert_mesh = source.value, self.settings.expert_mesh
         if expert_mesh is not None:
             check_experts(params, expert_mesh)
-        return ExpertWeights(_zeros(params), source.checkpoint_scheme)
+        return ExpertWeights(make_zeros(params), source.checkpoint_scheme)
 
     def _spec(self, path) -> ShardSpec | None:
         """Return how the part at `path` is sharded, or None if it is replicated."""
@@ -513,7 +513,7 @@ class Builder:
         """Note a part, and return it, abstract, with the shapes of all shards together."""
         part = Part(self._scope + path, sources, construct, specs or {}, self.shards)
         self.parts.append(part)
-        values = {name: _zeros(source.value) for name, source in sources.items()}
+        values = {name: make_zeros(source.value) for name, source in sources.items()}
         made = construct(values_of_shard(values, part.specs, 0, part.shards))
         return made if part.shards == 1 else _widen(made, part.shards)
 
@@ -556,7 +556,7 @@ def _whole(shape: Sequence[int], spec: ShardSpec | None) -> tuple[int, ...]:
     return (shape[0] * spec.parts, *shape[1:]) if spec else tuple(shape)
 
 
-def _zeros(tree):
+def make_zeros(tree: Any) -> Any:
     """Return zeros with the shapes and dtypes of the leaves of `tree`."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.reading.read_ahead import read_ahead
-from jax_nvfp4_moe.nn.building.builder import Part, Values, values_of_shard
+from jax_nvfp4_moe.nn.building.builder import Part, Values, make_zeros, values_of_shard
 from jax_nvfp4_moe.nn.building.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.ops.compiling_ahead import compiling, lower_calls
@@ -197,7 +196,7 @@ def _shape_of_chunk(step, leaf):
 def _construct_zeros(part):
     """Construct a part from zeros, in a trace."""
     values = {name: source.value for name, source in part.sources.items()}
-    part.construct(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), values))
+    part.construct(make_zeros(values))
 
 
 def _read(values, index):
